@@ -1,0 +1,1 @@
+"""The decoder: how a checkpoint is found, read and run block by block."""

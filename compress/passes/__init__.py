@@ -1,0 +1,1 @@
+"""Passes: one method, one file. They never import each other."""

@@ -1,0 +1,133 @@
+"""What a pass, an exporter and a runtime are. Whoever has these methods is one: no base class is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from compress.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from compress.models.topology import DecoderSpec
+    from compress.report import LayerRecord, PassRecord
+    from compress.session import Block, CompressedModel, Session
+
+Resource = Literal["weights", "inputs", "plan", "quantized"]
+"""What passes hand on: weights, statistics of layer inputs, the plan of schemes, quantised layers."""
+
+
+class Planner(Protocol):
+    """A pass over the whole model that runs before any block is quantised, and writes ``session.plan``.
+
+    A frozen dataclass: its fields are its arguments in the recipe.
+    """
+
+    scope: ClassVar[Literal["model"]]
+    reads: ClassVar[frozenset[Resource]]
+    writes: ClassVar[frozenset[Resource]]
+
+    def check(self, session: Session) -> Sequence[str]:
+        """Complaints about this model, one an offender, before any work; empty when all is well."""
+        ...
+
+    def apply(self, session: Session) -> PassRecord:
+        """Do it, and say what was done."""
+        ...
+
+
+class BlockPass(Protocol):
+    """A pass that sees one block at a time: a transform (writes weights) or a quantiser (writes quantized).
+
+    A frozen dataclass: its fields are its arguments in the recipe.
+    """
+
+    scope: ClassVar[Literal["block"]]
+    reads: ClassVar[frozenset[Resource]]
+    writes: ClassVar[frozenset[Resource]]
+
+    def check(self, session: Session) -> Sequence[str]:
+        """Complaints about this model, one an offender, before any work. A quantiser fills an empty plan here."""
+        ...
+
+    def apply(self, session: Session, block: Block) -> Sequence[LayerRecord]:
+        """Do it to ``block``, and say what was done to each layer."""
+        ...
+
+
+Pass = Planner | BlockPass
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """Files that a stock runtime loads. ``path`` is their folder, ``entry`` the file that the runtime opens."""
+
+    format: str
+    path: Path
+    entry: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as an artifact stores it: ``type`` in the format's own words, ``bytes`` with scales and zero points."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    bytes: int
+    layer: str | None = None
+    """The layer of the model whose weight this holds, if it is one."""
+
+
+class Exporter(Protocol):
+    """Writes a compressed model as one format. A frozen dataclass: its fields are its arguments in the recipe."""
+
+    format: ClassVar[str]
+    reader: ClassVar[str]
+    """The library, not ours, that :meth:`read_back` uses."""
+    parity_kld: ClassVar[float]
+    """Highest mean KLD (nats) of the artifact's logits against the fake-quantised torch model."""
+
+    def check(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]) -> Sequence[str]:
+        """Complaints (layer, shape, why, and what would do), one an offender, before any work."""
+        ...
+
+    def write(self, model: CompressedModel, out: Path) -> Artifact:
+        """Write the files into the empty folder ``out``; OSError (disk full, ...) passes through."""
+        ...
+
+    def read_back(self, artifact: Artifact, layers: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """(layer, float32 [out, in] in the checkpoint's own row order) of each weight, by the independent reader."""
+        ...
+
+    def inspect(self, artifact: Artifact) -> Sequence[StoredTensor]:
+        """Every tensor in the files. Reads headers only."""
+        ...
+
+
+class Runtime(Protocol):
+    """Runs one artifact, sequence by sequence. Lives in :mod:`compress.runner`; imports no torch."""
+
+    def load(self, entry: Path, threads: int, context: int) -> None:
+        """Open the file for at most ``context`` tokens."""
+        ...
+
+    def prefill(self, tokens: NDArray[np.int64], all_logits: bool = False) -> NDArray[np.float32]:
+        """Start a new sequence; logits [vocab] after the last token, or [tokens, vocab]."""
+        ...
+
+    def decode(self, token: int) -> NDArray[np.float32]:
+        """Append one token; logits [vocab]."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Library version and the number of threads it really uses."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...

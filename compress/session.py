@@ -1,0 +1,116 @@
+"""The state of a run (:class:`Session`, mutable) and its result (:class:`CompressedModel`, frozen)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from calibration.stats import InputStats
+    from compress.models.decoder import Decoder
+    from compress.store import Store
+    from compress.tensor import QuantizedTensor
+
+Advance = Callable[[int], None]
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""``with progress("gptq", total) as advance: ... advance(1)``; the terminal draws it, a library call ignores it."""
+
+
+def no_progress(label: str, total: int) -> AbstractContextManager[Advance]:
+    """Progress that nobody watches."""
+    return nullcontext(lambda _: None)
+
+
+@dataclass
+class Block:
+    """What a pass sees of the model at one moment: a decoder block, the embedding, or the head, in memory.
+
+    ``weights``: layer name -> float32 [out, in], every linear (or embedding) that may be quantised; a transform
+    may replace entries. ``inputs``: layer name -> statistics of that layer's input, where some pass reads them;
+    layers that read the same input share one object. ``dense``: other tensors of the block by checkpoint name
+    (norms, biases); a transform may replace entries and lists the names in ``changed``.
+    ``quantized``: what the quantiser of the run writes.
+    """
+
+    name: str
+    weights: dict[str, Tensor]
+    inputs: Mapping[str, InputStats]
+    dense: dict[str, Tensor] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
+
+
+@dataclass
+class Session:
+    """Everything that changes while a recipe runs.
+
+    ``plan`` maps each layer to its scheme; a layer that is absent stays in floating point. ``shapes`` has every
+    layer that could be quantised, with (outputs, inputs). ``pinned`` are the layers whose scheme the recipe fixes
+    (None: stays in floating point): planners leave them alone.
+    """
+
+    decoder: Decoder
+    tokens: Tensor
+    """int64 [samples, sequence_length]: the calibration windows."""
+    store: Store
+    shapes: Mapping[str, tuple[int, int]]
+    pinned: Mapping[str, QuantScheme | None]
+    plan: dict[str, QuantScheme] = field(default_factory=dict)
+    seed: int = 0
+    progress: Progress = no_progress
+
+    def free_layers(self) -> Sequence[str]:
+        """The layers whose scheme the passes may choose, in model order."""
+        return [name for name in self.shapes if name not in self.pinned]
+
+
+@dataclass(frozen=True)
+class CompressedModel:
+    """The result of the passes: read lazily, layer by layer, so that exporting needs little memory."""
+
+    config: Mapping[str, Any]
+    """The checkpoint's config.json."""
+    folder: Path
+    """Where the checkpoint's tokenizer files lie."""
+    name: str
+    tied: bool
+    """Whether the output head is the embedding."""
+    shapes: Mapping[str, tuple[int, int]]
+    _store: Store
+    _dense: Callable[[str], Tensor]
+    _dense_names: Sequence[str]
+
+    @property
+    def schemes(self) -> Mapping[str, QuantScheme]:
+        """Scheme of each quantised layer; the others are dense."""
+        return self._store.schemes
+
+    def quantized(self, layer: str) -> QuantizedTensor:
+        """Codes and scales of a quantised layer (``model.layers.0.mlp.up_proj``)."""
+        return self._store.quantized(layer)
+
+    def dense(self, tensor: str) -> Tensor:
+        """A tensor by its checkpoint name (``model.norm.weight``), in the checkpoint's dtype; KeyError if none."""
+        changed = self._store.dense(tensor)
+        return self._dense(tensor) if changed is None else changed
+
+    def has_dense(self, tensor: str) -> bool:
+        """Whether the checkpoint has this tensor (a bias, say)."""
+        return tensor in self._dense_names
+
+    def weight(self, layer: str) -> Tensor:
+        """float32 [out, in] of a layer as the artifact must compute it: dequantised, or dense."""
+        if layer in self.schemes:
+            return self.quantized(layer).dequantize()
+        return self.dense(f"{layer}.weight").float()
+
+    def layers(self) -> Iterator[str]:
+        """Every layer with a weight matrix, in model order; a tied head is not one."""
+        return iter(self.shapes)
