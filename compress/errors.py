@@ -47,7 +47,7 @@ class ParityError(CompressError):
     title = "parity failed"
 
 
-class RuntimeCrash(CompressError):
+class CrashError(CompressError):
     """The process that ran an artifact died or answered nothing. Exit code 1."""
 
     title = "runtime crashed"

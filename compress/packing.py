@@ -9,7 +9,7 @@ U8 = NDArray[np.uint8]
 
 
 def pack_bits(codes: U8, bits: int) -> U8:
-    """Pack ``codes [..., n]`` of 1, 2, 4 or 8 bits into ``[..., ceil(n * bits / 8)]`` bytes, first code in the low bits."""
+    """Pack ``codes [..., n]`` of 1, 2, 4 or 8 bits into ``[..., ceil(n * bits / 8)]`` bytes, low bits first."""
     if bits == 8:
         return np.ascontiguousarray(codes)
     per_byte = 8 // bits

@@ -73,7 +73,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor as an artifact stores it: ``type`` in the format's own words, ``bytes`` with scales and zero points."""
+    """One tensor as an artifact stores it: ``type`` in the format's words, ``bytes`` with scales and zero points."""
 
     name: str
     type: str
@@ -89,10 +89,19 @@ class Exporter(Protocol):
     format: ClassVar[str]
     reader: ClassVar[str]
     """The library, not ours, that :meth:`read_back` uses."""
-    parity_kld: ClassVar[float]
-    """Highest mean KLD (nats) of the artifact's logits against the fake-quantised torch model."""
 
-    def check(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]) -> Sequence[str]:
+    @property
+    def parity_kld(self) -> float:
+        """Highest mean KLD (nats) of the artifact's logits against the fake-quantised torch model."""
+        ...
+
+    def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
+        """Remarks for the report about the tokenizer in ``folder``; InputError if the format cannot hold it."""
+        ...
+
+    def check(
+        self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]
+    ) -> Sequence[str]:
         """Complaints (layer, shape, why, and what would do), one an offender, before any work."""
         ...
 

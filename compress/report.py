@@ -42,6 +42,8 @@ class LayerRecord:
     output_error: float | None = None
     rounding_error: float | None = None
     fallback: str | None = None
+    sensitivity: dict[str, float] | None = None
+    """scheme -> predicted rise in KLD (nats a token) if this layer alone were rounded by it."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ class QuantScheme:
         if bits not in _BITS:
             raise ValueError(f"'{text}': {bits} bits are not supported, only {', '.join(map(str, _BITS))}")
         if group is not None and int(group) < 1:
-            raise ValueError(f"'{text}': the group size must be at least 1; one group per row is written int{bits}-channel")
+            raise ValueError(
+                f"'{text}': the group size must be at least 1; one group per row is written int{bits}-channel"
+            )
         return cls(bits, None if group is None else int(group), match["asym"] is None)
 
     def __str__(self) -> str:

@@ -70,6 +70,11 @@ class Session:
         """The layers whose scheme the passes may choose, in model order."""
         return [name for name in self.shapes if name not in self.pinned]
 
+    def plan_rest(self, scheme: QuantScheme) -> None:
+        """Plan ``scheme`` for the free layers that have none yet: what a quantiser does where no planner ran."""
+        for name in self.free_layers():
+            self.plan.setdefault(name, scheme)
+
 
 @dataclass(frozen=True)
 class CompressedModel:
@@ -107,9 +112,12 @@ class CompressedModel:
 
     def weight(self, layer: str) -> Tensor:
         """float32 [out, in] of a layer as the artifact must compute it: dequantised, or dense."""
-        if layer in self.schemes:
-            return self.quantized(layer).dequantize()
-        return self.dense(f"{layer}.weight").float()
+        return self.parameter(f"{layer}.weight").float()
+
+    def parameter(self, tensor: str) -> Tensor:
+        """Any tensor by its checkpoint name, as the artifact must compute with it."""
+        layer = tensor.removesuffix(".weight")
+        return self.quantized(layer).dequantize() if layer in self.schemes else self.dense(tensor)
 
     def layers(self) -> Iterator[str]:
         """Every layer with a weight matrix, in model order; a tied head is not one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +40,7 @@ class Store:
         path = self.root / f"{block}.safetensors"
         partial = path.with_suffix(".partial")
         save_file(tensors, partial)
-        os.replace(partial, path)
+        partial.replace(path)
         for name, item in quantized.items():
             self.schemes[name] = item.scheme
             self._files[name] = path
@@ -60,7 +59,8 @@ class Store:
         if path is None:
             return None
         with safe_open(path, framework="pt") as file:
-            return file.get_tensor(f"dense:{name}")
+            found: Tensor = file.get_tensor(f"dense:{name}")
+            return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.schemes)

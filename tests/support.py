@@ -129,13 +129,11 @@ def rounded_model(
             quantized = naive_round(tensors[f"{layer}.weight"], QuantScheme.parse(text))
             store.put(layer, {layer: quantized}, {})
     shapes = {layer: (tensors[f"{layer}.weight"].shape[0], tensors[f"{layer}.weight"].shape[1]) for layer in chosen}
-    return CompressedModel(
-        config, folder, "tiny", spec.tied, shapes, store, tensors.__getitem__, tuple(tensors)
-    )
+    return CompressedModel(config, folder, "tiny", spec.tied, shapes, store, tensors.__getitem__, tuple(tensors))
 
 
 def fake_quantized(model: CompressedModel) -> Any:
-    """The transformers model that computes what the artifact must compute: weights replaced by their dequantised codes."""
+    """The transformers model that computes what the artifact must: weights replaced by their dequantised codes."""
     from transformers import AutoModelForCausalLM
 
     torch_model = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()

@@ -1,1 +1,1 @@
-"""The runner: loads an artifact in its own runtime and measures it. Imports no torch, so it goes to the device as it is."""
+"""The runner: loads an artifact in its own runtime and measures it. Without torch, so it goes to the device."""

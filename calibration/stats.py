@@ -1,0 +1,63 @@
+"""Statistics of what a layer is fed: the Gram matrix that GPTQ needs, and how many tokens it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class InputStats:
+    """``gram`` float32 [in, in]: the sum of x xT over every token x that reached the layer; ``tokens``: how many.
+
+    GPTQ's Hessian (Frantar et al. 2023, eq. 2) is ``2 / tokens * gram``. Tokens are added in the order of the
+    calibration set, so the sum is the same in every run.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.gram = torch.zeros(columns, columns, dtype=torch.float32)
+        self.tokens = 0
+
+    def update(self, inputs: Tensor) -> None:
+        """Add inputs [..., in] of real tokens (no padding)."""
+        flat = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
+        self.gram.addmm_(flat.T, flat)
+        self.tokens += flat.shape[0]
+
+    @property
+    def hessian(self) -> Tensor:
+        """float32 [in, in]: 2 / tokens * gram."""
+        return self.gram * (2.0 / max(self.tokens, 1))
+
+    @property
+    def importance(self) -> Tensor:
+        """float32 [in]: mean square of each input channel, the weight of its column's rounding error."""
+        return self.gram.diagonal() / max(self.tokens, 1)
+
+
+@contextmanager
+def collect_inputs(
+    modules: Mapping[str, nn.Linear], shared: Sequence[Sequence[str]]
+) -> Iterator[dict[str, InputStats]]:
+    """Gather statistics of what ``modules`` are fed while the context lasts.
+
+    ``shared`` lists names that read the same input: those get one object, filled once. Yields name -> statistics.
+    """
+    found: dict[str, InputStats] = {}
+    handles = []
+    for names in shared:
+        first = modules[names[0]]
+        stats = InputStats(first.in_features)
+
+        def hook(_: nn.Module, given: tuple[Tensor, ...], stats: InputStats = stats) -> None:
+            stats.update(given[0])
+
+        handles.append(first.register_forward_pre_hook(hook))
+        found.update(dict.fromkeys(names, stats))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

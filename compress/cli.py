@@ -1,0 +1,326 @@
+"""The command line: arguments in, exit codes out. The work is done by :mod:`compress.engine` and the runner.
+
+Heavy modules are imported inside the commands, so that help and complaints come at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import click
+
+from compress import __version__
+from compress.errors import GateError, InputError
+
+if TYPE_CHECKING:
+    from compress.recipe import Recipe
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass
+class Options:
+    """Options of the whole command."""
+
+    debug: bool = False
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="compress")
+@click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error.")
+@click.pass_obj
+def cli(options: Options, debug: bool) -> None:
+    """Compress a language model by a recipe to ONNX and GGUF files, and measure those very files.
+
+    Exit codes: 0 done, 1 a bug of compress, 2 something in your input, 3 a gate of the recipe failed.
+    """
+    options.debug = debug
+
+
+def _recipe_options(command: Command) -> Command:
+    options = (
+        click.argument("recipe"),
+        click.option("--model", help="A folder, hub id or builtin:NAME, instead of the recipe's model."),
+        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help=_SET_HELP),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option("--quiet", "-q", is_flag=True, help="Show no progress."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+_SET_HELP = "Change one value of the recipe, as in passes.gptq.damping=0.1; may be repeated."
+_ARTIFACT = click.argument("artifact", type=click.Path(path_type=Path))
+_FORMAT = click.option("--format", "format_", help="Which artifact, where a folder holds more than one.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@cli.command()
+@_recipe_options
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for artifacts and report; else runs/RECIPE.")
+@click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace what the folder holds.")
+def run(
+    *,
+    recipe: str,
+    model: str | None,
+    overrides: Sequence[str],
+    as_json: bool,
+    quiet: bool,
+    out: Path | None,
+    dry_run: bool,
+    overwrite: bool,
+) -> None:
+    """Compress a model by RECIPE: a .yaml file, or the name of a bundled recipe."""
+    loaded = _load(recipe, model, overrides)
+    if dry_run:
+        _show_plan(loaded, as_json, quiet)
+        return
+    from compress import engine, terminal
+    from compress.recipe import find
+
+    folder = out or Path("runs") / find(recipe).stem
+    report = engine.run(loaded, folder, overwrite=overwrite, progress=terminal.progress(quiet))
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        terminal.show_report(report)
+        click.echo(f"written to {folder}")
+    failed = [gate for gate in report.gates if not gate.passed]
+    if failed:
+        lines = [f"{gate.artifact}: {gate.gate} is {gate.limit:g}, found {gate.value:g}" for gate in failed]
+        raise GateError("\n".join(lines))
+
+
+@cli.command()
+@_recipe_options
+def plan(*, recipe: str, model: str | None, overrides: Sequence[str], as_json: bool, quiet: bool) -> None:
+    """Check RECIPE against its model and show what would be done; write nothing."""
+    _show_plan(_load(recipe, model, overrides), as_json, quiet)
+
+
+@cli.command()
+@_ARTIFACT
+@_FORMAT
+@_JSON
+def inspect(*, artifact: Path, format_: str | None, as_json: bool) -> None:
+    """List the tensors of ARTIFACT: a .onnx or .gguf file, or a folder that holds one."""
+    entry = _entry(artifact, format_)
+    from compress import artifacts, terminal
+
+    tensors = artifacts.inspect(entry)
+    if as_json:
+        _print_json([dataclasses.asdict(tensor) for tensor in tensors])
+    else:
+        terminal.show_tensors(tensors)
+
+
+@cli.command()
+@_ARTIFACT
+@_FORMAT
+@click.option("--prompt-tokens", type=int, default=128, show_default=True)
+@click.option("--generate-tokens", type=int, default=64, show_default=True)
+@click.option("--threads", default="auto", show_default=True, help="A number, or auto: the CPUs available here.")
+@click.option("--repeats", type=int, default=3, show_default=True)
+@_JSON
+def bench(
+    *,
+    artifact: Path,
+    format_: str | None,
+    prompt_tokens: int,
+    generate_tokens: int,
+    threads: str,
+    repeats: int,
+    as_json: bool,
+) -> None:
+    """Measure speed and memory of ARTIFACT in a fresh process."""
+    from compress.recipe import Measure
+
+    with _option_errors():
+        measure = Measure(prompt_tokens, generate_tokens, _threads(threads), repeats)
+    entry = _entry(artifact, format_)
+    from compress import artifacts, terminal
+
+    performance = artifacts.bench(entry, measure)
+    if as_json:
+        _print_json(dataclasses.asdict(performance))
+    else:
+        terminal.show_performance(performance)
+
+
+@cli.command("eval")
+@_ARTIFACT
+@_FORMAT
+@click.option("--reference", required=True, help="The model it was made from: a folder, hub id or builtin:NAME.")
+@click.option("--source", type=click.Choice(["builtin", "text", "jsonl", "hub"]), default="builtin", show_default=True)
+@click.option("--path", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="text, jsonl: the file.")
+@click.option("--name", help="hub: the data set.")
+@click.option("--split", default="test", show_default=True, help="hub: the split.")
+@click.option("--column", default="text", show_default=True, help="jsonl, hub: where the text is.")
+@click.option("--encoding", default="utf-8", show_default=True, help="text, jsonl: of the file.")
+@click.option("--windows", type=int, default=16, show_default=True)
+@click.option("--sequence-length", type=int, default=512, show_default=True)
+@_JSON
+def evaluate(
+    *,
+    artifact: Path,
+    format_: str | None,
+    reference: str,
+    source: Literal["builtin", "text", "jsonl", "hub"],
+    path: Path | None,
+    name: str | None,
+    split: str,
+    column: str,
+    encoding: str,
+    windows: int,
+    sequence_length: int,
+    as_json: bool,
+) -> None:
+    """Compare the output of ARTIFACT with the model it was made from, on held-out text."""
+    from compress.recipe import Evaluate
+
+    with _option_errors():
+        settings = Evaluate(
+            source=source,
+            path=path,
+            name=name,
+            split=split,
+            column=column,
+            encoding=encoding,
+            windows=windows,
+            sequence_length=sequence_length,
+        )
+    entry = _entry(artifact, format_)
+    from compress import artifacts, terminal
+
+    quality = artifacts.evaluate(entry, reference, settings)
+    if as_json:
+        _print_json(dataclasses.asdict(quality))
+    else:
+        terminal.show_quality(quality)
+
+
+@cli.command()
+@_ARTIFACT
+@_FORMAT
+@click.option("--prompt", help="Answer this and end; without it, one message a line from stdin.")
+@click.option("--system", help="The system message.")
+@click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest answer.")
+@click.option("--threads", default="auto", show_default=True, help="A number, or auto: the CPUs available here.")
+@click.option("--raw", is_flag=True, help="Continue the text as it stands, without a chat template.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+def chat(
+    *,
+    artifact: Path,
+    format_: str | None,
+    prompt: str | None,
+    system: str | None,
+    max_tokens: int,
+    threads: str,
+    raw: bool,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> None:
+    """Talk with ARTIFACT in the runtime that the device will use; end with Ctrl-D."""
+    from compress.runner.chat import ChatSession, Sampling
+    from compress.runner.threads import resolve_threads
+
+    sampling = Sampling(temperature, top_p, seed)
+    messages = [{"role": "system", "content": system}] if system else []
+    with ChatSession(artifact, resolve_threads(_threads(threads)), raw=raw, format=format_) as session:
+        for text in _messages(prompt):
+            messages.append({"role": "user", "content": text})
+            answer = []
+            for piece in session.reply(messages, max_tokens, sampling):
+                click.echo(piece, nl=False)
+                answer.append(piece)
+            click.echo()
+            if session.finish_reason != "stop":
+                click.echo(f"(the answer was cut: {session.finish_reason})", err=True)
+            messages.append({"role": "assistant", "content": "".join(answer)})
+
+
+@cli.command("list")
+@click.argument("what", type=click.Choice(["passes", "exporters", "recipes", "devices"]))
+@_JSON
+def list_(*, what: str, as_json: bool) -> None:
+    """List what recipes can name, or what this machine offers."""
+    from compress import listing, terminal
+
+    rows = listing.TABLES[what]()
+    if as_json:
+        _print_json(rows)
+    else:
+        terminal.show_record(what, {what: rows})
+
+
+def _load(recipe: str, model: str | None, overrides: Sequence[str]) -> Recipe:
+    from compress import registry
+    from compress.recipe import load
+
+    return load(recipe, registry.load, overrides, model)
+
+
+def _show_plan(recipe: Recipe, as_json: bool, quiet: bool) -> None:
+    from compress import engine, terminal
+
+    planned = engine.plan(recipe, terminal.progress(quiet)).to_dict()
+    if as_json:
+        _print_json(planned)
+    else:
+        terminal.show_record("Plan", planned)
+
+
+def _entry(path: Path, format_: str | None) -> Path:
+    from compress.runner.artifact import find_artifact
+
+    artifact = find_artifact(path, format_)
+    return artifact.path / artifact.entry
+
+
+def _threads(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError as error:
+        raise InputError(f"--threads: expected a number or auto, got '{text}'") from error
+
+
+def _messages(prompt: str | None) -> Iterator[str]:
+    """The one prompt, or a message for each line that is typed or piped in, until the end of input."""
+    if prompt is not None:
+        yield prompt
+        return
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+@contextmanager
+def _option_errors() -> Iterator[None]:
+    """Turn a section's ``field: message`` lines into complaints about the options of the same names."""
+    try:
+        yield
+    except ValueError as error:
+        pairs = [line.partition(":") for line in str(error).splitlines()]
+        raise InputError("\n".join(f"--{name.replace('_', '-')}:{text}" for name, _, text in pairs)) from error
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, allow_nan=False))

@@ -1,0 +1,205 @@
+"""A decoder run block by block: transformers' own modules, one block's weights in memory at a time.
+
+Everything family-specific (masks, rotary tables, scaled embeddings or logits) is left to transformers: its forward is
+called with the blocks swapped for stand-ins that record what each block is given, or hand over what came out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto import AutoConfig
+
+from compress.models.checkpoint import Checkpoint
+from compress.models.topology import DecoderSpec, describe
+
+Read = Callable[[str], Tensor]
+"""A parameter by its checkpoint name, any dtype."""
+TOKENS_PER_FORWARD = 2048
+
+
+class _Recorder(nn.Module):
+    """Stands in for a block: notes the keyword arguments it is called with, and passes the hidden states on."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self._block = [block]
+        self.arguments: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._block[0], name)
+
+    def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
+        self.arguments = arguments
+        return hidden
+
+
+class _Replay(nn.Module):
+    """Stands in for all blocks: whatever comes in, the given hidden states go out."""
+
+    def __init__(self, block: nn.Module, hidden: Tensor) -> None:
+        super().__init__()
+        self._block = [block]
+        self._hidden = hidden
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._block[0], name)
+
+    def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
+        return self._hidden
+
+
+class Decoder:
+    """The model of a checkpoint, float32, without its weights until they are asked for.
+
+    ``read`` gives parameters by checkpoint name: the checkpoint's own, or those of a compressed model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, read: Read | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.spec: DecoderSpec = describe(checkpoint.config, checkpoint.folder / "config.json")
+        self._read = read or checkpoint.tensor
+        config: PreTrainedConfig = AutoConfig.for_model(**checkpoint.config)
+        with init_empty_weights(include_buffers=False):
+            self._model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        self._model.eval().requires_grad_(False)
+        self._inner = self._model.get_decoder()
+        self._blocks: list[nn.Module] = list(self._inner.layers)
+        self._arguments: tuple[int, list[dict[str, Any]]] = (0, [])
+
+    def parameter(self, name: str) -> Tensor:
+        """float32 parameter by checkpoint name."""
+        return self._read(name).to(torch.float32)
+
+    def block_tensors(self, index: int) -> dict[str, Tensor]:
+        """Every parameter of block ``index``, float32, by checkpoint name."""
+        prefix = self.spec.family.block.format(index=index) + "."
+        return {prefix + name: self.parameter(prefix + name) for name, _ in self._blocks[index].named_parameters()}
+
+    @contextmanager
+    def block(self, index: int, tensors: dict[str, Tensor] | None = None) -> Iterator[nn.Module]:
+        """Block ``index`` with its weights (or ``tensors``, by checkpoint name) in memory while the context lasts."""
+        module = self._blocks[index]
+        prefix = self.spec.family.block.format(index=index) + "."
+        values = self.block_tensors(index) if tensors is None else tensors
+        module.load_state_dict({n.removeprefix(prefix): t for n, t in values.items()}, strict=True, assign=True)
+        module.requires_grad_(False)
+        try:
+            yield module
+        finally:
+            module.to("meta")
+
+    @contextmanager
+    def _ends(self) -> Iterator[None]:
+        """Embedding, final norm and head in memory while the context lasts."""
+        family = self.spec.family
+        blocks, tied_head = family.block.partition("{")[0], f"{family.head}.weight" if self.spec.tied else None
+        outside = [n for n, _ in self._model.named_parameters() if not n.startswith(blocks) and n != tied_head]
+        self._assign({name: self.parameter(name) for name in outside})
+        try:
+            yield
+        finally:
+            self._assign({name: self._model.get_parameter(name).to("meta") for name in outside})
+
+    def _assign(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(self._model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+        if self.spec.tied:
+            self._model.get_submodule(self.spec.family.head).weight = self._model.get_input_embeddings().weight
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Hidden states [samples, length, hidden] that enter the first block, for int64 tokens [samples, length]."""
+        recorders = [_Recorder(block) for block in self._blocks]
+        with self._ends(), self._swapped(recorders):
+            # With no block in between, the inner model would apply its final norm: take what the recorder saw.
+            kept: list[Tensor] = []
+            handle = recorders[0].register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+            for batch in torch.split(tokens, max(1, TOKENS_PER_FORWARD // tokens.shape[1])):
+                self._inner(input_ids=batch, use_cache=False)
+            handle.remove()
+            self._inner(input_ids=tokens[:1], use_cache=False)
+        self._arguments = (tokens.shape[1], [recorder.arguments for recorder in recorders])
+        return torch.cat(kept)
+
+    @contextmanager
+    def _swapped(self, blocks: list[Any]) -> Iterator[None]:
+        self._inner.layers = nn.ModuleList(blocks)
+        try:
+            yield
+        finally:
+            self._inner.layers = nn.ModuleList(self._blocks)
+
+    def run_block(self, index: int, module: nn.Module, hidden: Tensor) -> Tensor:
+        """One block on hidden states [samples, length, hidden] of full windows; call :meth:`embed` first."""
+        length, arguments = self._arguments
+        if length != hidden.shape[1]:
+            raise ValueError(f"embed() was called for windows of {length} tokens, not {hidden.shape[1]}")
+        # Masks and rotary tables have one row and broadcast over the batch: every window is full.
+        out = module(hidden, **arguments[index])
+        leaving: Tensor = out[0] if isinstance(out, tuple) else out
+        return leaving
+
+    def run_block_on_all(self, index: int, module: nn.Module, hidden: Tensor) -> Tensor:
+        """:meth:`run_block` over many windows, a few at a time, without gradients."""
+        with torch.no_grad():
+            parts = torch.split(hidden, max(1, TOKENS_PER_FORWARD // hidden.shape[1]))
+            return torch.cat([self.run_block(index, module, part) for part in parts])
+
+    @torch.no_grad()
+    def head_inputs(self, hidden: Tensor) -> Tensor:
+        """What the head is fed: the last block's hidden states [samples, length, hidden] after the final norm."""
+        with self._ends():
+            return torch.cat(
+                [self._after_blocks(self._inner, part).last_hidden_state for part in torch.split(hidden, 1)]
+            )
+
+    def _after_blocks(self, model: nn.Module, hidden: Tensor) -> Any:
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64)
+        with self._swapped([_Replay(self._blocks[0], hidden)]), self._one_layer():
+            return model(input_ids=ids, use_cache=False)
+
+    @contextmanager
+    def head(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """A function from hidden states [samples, length, hidden] to logits [samples, length, vocab]."""
+        with self._ends():
+
+            def logits(hidden: Tensor) -> Tensor:
+                out: Tensor = self._after_blocks(self._model, hidden).logits
+                return out
+
+            yield logits
+
+    @contextmanager
+    def _one_layer(self) -> Iterator[None]:
+        config, layers = self._inner.config, self._inner.config.num_hidden_layers
+        config.num_hidden_layers = 1
+        try:
+            yield
+        finally:
+            config.num_hidden_layers = layers
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, advance: Callable[[int], None] = lambda _: None) -> Iterator[Tensor]:
+        """Logits [length, vocab] of each window of int64 tokens [windows, length], one block in memory at a time."""
+        hidden = self.embed(tokens)
+        for index in range(self.spec.layers):
+            with self.block(index) as module:
+                hidden = self.run_block_on_all(index, module, hidden)
+            advance(1)
+        with self.head() as head:
+            for window in torch.split(hidden, 1):
+                yield head(window)[0]

@@ -1,0 +1,158 @@
+"""Runs an ONNX artifact with ONNX Runtime, sequence by sequence, on buffers that are allocated once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.errors import InputError
+
+NO_SPIN_VARIABLE = "EDGEPRESS_NO_SPIN"
+"""Set (to anything) it makes worker threads sleep while they wait: slower alone, faster on a busy machine."""
+PREFILL_CHUNK = 64
+"""Tokens of one step of a prefill. The graph computes every token's logits: the step bounds their memory."""
+
+_PAST, _PRESENT = "past_key_values.", "present."
+
+
+class OrtRuntime:
+    """One session and one key/value cache of ``context`` tokens, float32, that every step writes in place.
+
+    The graph's past and present share a buffer, so that a token costs no copy of the cache.
+    """
+
+    def __init__(self, spin: bool = True, chunk: int = PREFILL_CHUNK) -> None:
+        self._spin = spin and NO_SPIN_VARIABLE not in os.environ
+        self._chunk = chunk
+        self._session: Any = None
+        self._binding: Any = None
+        self._cache: list[Any] = []
+        self._threads = 0
+        self._length = 0
+        self._mask = np.ones((1, 0), dtype=np.int64)
+        self._vocab_size = 0
+        self._logits_at = 0
+
+    def load(self, entry: Path, threads: int, context: int) -> None:
+        """Open ``entry`` (model.onnx) for at most ``context`` tokens.
+
+        InputError if ONNX Runtime cannot read the file, if it is no decoder with a cache, if its positions end
+        before ``context``, or if ``threads`` or ``context`` is below 1.
+        """
+        import onnxruntime
+
+        if threads < 1 or context < 1:
+            raise InputError(f"threads={threads} and context={context} must both be at least 1", where=str(entry))
+        self._session = _open(entry, threads, self._spin)
+        past = self._past_inputs()
+        vocabulary = [item.shape[2] for item in self._session.get_outputs() if item.name == "logits"]
+        if not past or not vocabulary:
+            raise InputError(
+                f"not a decoder with a cache: it lacks inputs {_PAST}* or the output logits", where=str(entry)
+            )
+        self._check_context(entry, context)
+        self._threads, self._length, self._vocab_size, self._logits_at = threads, 0, vocabulary[0], len(past)
+        self._mask = np.ones((1, context), dtype=np.int64)
+        self._binding, self._cache = self._session.io_binding(), []
+        for item in past:
+            _, heads, _, size = item.shape
+            # Written now, so that the memory is taken at load and not little by little while tokens are timed.
+            empty = np.full((1, heads, context, size), 0, dtype=np.float32)
+            buffer = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
+            # The value wraps the array's memory and must outlive the binding.
+            self._cache.append(buffer)
+            self._binding.bind_ortvalue_input(item.name, buffer)
+            self._binding.bind_ortvalue_output(item.name.replace(_PAST, _PRESENT, 1), buffer)
+
+    def prefill(self, tokens: NDArray[np.int64], all_logits: bool = False) -> NDArray[np.float32]:
+        """Start a new sequence of at least one token; logits [vocab] after the last, or [tokens, vocab]."""
+        count = len(tokens)
+        if count == 0:
+            raise InputError("there is nothing to prefill: the sequence has no tokens")
+        self._length = 0
+        kept = np.empty((count if all_logits else 1, self._vocab_size), dtype=np.float32)
+        for start in range(0, count, self._chunk):
+            logits = self._advance(tokens[start : start + self._chunk])
+            if all_logits:
+                kept[start : start + len(logits)] = logits
+            elif self._length == count:
+                kept[0] = logits[-1]
+        return kept if all_logits else kept[0]
+
+    def decode(self, token: int) -> NDArray[np.float32]:
+        """Append one token; logits [vocab]."""
+        logits: NDArray[np.float32] = self._advance(np.array([token]))[0]
+        return logits
+
+    def describe(self) -> dict[str, Any]:
+        """Library, its version, threads, providers, and whether idle threads spin."""
+        import onnxruntime
+
+        return {
+            "library": "onnxruntime",
+            "version": onnxruntime.__version__,
+            "threads": self._threads,
+            "providers": self._session.get_providers(),
+            "spinning": self._spin,
+        }
+
+    def kv_bytes(self, context: int) -> int:
+        """Bytes of the key/value cache for ``context`` tokens."""
+        return sum(4 * item.shape[1] * item.shape[3] * context for item in self._past_inputs())
+
+    def close(self) -> None:
+        """Free the session and the cache."""
+        self._binding = self._session = None
+        self._cache = []
+
+    def _check_context(self, entry: Path, context: int) -> None:
+        limit = self._session.get_modelmeta().custom_metadata_map.get("context_length")
+        if limit is not None and context > int(limit):
+            raise InputError(
+                f"a context of {context} tokens was asked for, and the model's positions end at {limit}",
+                where=str(entry),
+                fix=f"use {limit} tokens or fewer",
+            )
+
+    def _past_inputs(self) -> list[Any]:
+        return [item for item in self._session.get_inputs() if item.name.startswith(_PAST)]
+
+    def _advance(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Append ``tokens`` to the sequence; their logits [tokens, vocab]."""
+        total, context = self._length + len(tokens), self._mask.shape[1]
+        if total > context:
+            raise InputError(f"{total} tokens do not fit the context of {context} that was opened")
+        self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(tokens, dtype=np.int64)[None])
+        self._binding.bind_cpu_input("attention_mask", self._mask[:, :total])
+        # Bound anew: the binding would hold the last step's tensor to its shape.
+        self._binding.bind_output("logits")
+        self._session.run_with_iobinding(self._binding)
+        self._length = total
+        logits: NDArray[np.float32] = self._binding.get_outputs()[self._logits_at].numpy()[0]
+        return logits
+
+
+def _open(entry: Path, threads: int, spin: bool) -> Any:
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as errors
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+    try:
+        return onnxruntime.InferenceSession(str(entry), options, providers=["CPUExecutionProvider"])
+    except (
+        errors.Fail,
+        errors.InvalidArgument,
+        errors.InvalidGraph,
+        errors.InvalidProtobuf,
+        errors.NoSuchFile,
+        errors.NotImplemented,
+        errors.RuntimeException,
+    ) as error:
+        raise InputError(f"ONNX Runtime cannot open this file: {error}", where=str(entry)) from error

@@ -1,0 +1,80 @@
+"""GGUF: one file with weights, configuration and tokenizer, as llama.cpp loads it (spec: ggml/docs/gguf.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from compress.errors import InputError, nearest
+from compress.protocols import Artifact, StoredTensor
+from compress.scheme import QuantScheme
+from exporters.gguf.storage import FLOATS, complaint
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from compress.models.topology import DecoderSpec
+    from compress.session import CompressedModel
+
+ENTRY = "model.gguf"
+
+FLOAT_PARITY_KLD = 1e-4
+"""Highest mean KLD (nats) of a file without quantised layers: nothing but the order of summation differs."""
+
+
+@dataclass(frozen=True)
+class GgufExporter:
+    """Writes ``model.gguf``. ``float_type`` (f16, f32, bf16) stores the layers that stay in floating point."""
+
+    format: ClassVar[str] = "gguf"
+    reader: ClassVar[str] = f"gguf-py {version('gguf')}"
+    # llama.cpp rounds the inputs of quantised layers to 8 bits; identical weights differ by about a third of this.
+    parity_kld: ClassVar[float] = 8e-3
+
+    float_type: str = "f16"
+
+    def __post_init__(self) -> None:
+        if self.float_type not in FLOATS:
+            raise InputError(
+                f"float_type '{self.float_type}' is not known{nearest(str(self.float_type), FLOATS)}",
+                where="gguf",
+                fix=f"known: {', '.join(FLOATS)}",
+            )
+
+    def check(
+        self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]
+    ) -> Sequence[str]:
+        """Complaints (layer, shape, why, and what would do), one an offender, before any work."""
+        from exporters.gguf.families import spec_complaints
+
+        stored = (complaint(layer, shapes[layer], scheme) for layer, scheme in plan.items())
+        return [*spec_complaints(spec), *(text for text in stored if text)]
+
+    def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
+        """Remarks about texts that llama.cpp splits otherwise; InputError if GGUF cannot hold the tokenizer."""
+        from exporters.gguf.tokenizer import check_tokenizer
+
+        return check_tokenizer(folder, vocab_size)
+
+    def write(self, model: CompressedModel, out: Path) -> Artifact:
+        """Write ``model.gguf`` into the empty folder ``out``; OSError (disk full, ...) passes through."""
+        from exporters.gguf.writer import write_gguf
+
+        write_gguf(model, out / ENTRY, self.float_type)
+        return Artifact(self.format, out, ENTRY)
+
+    def read_back(self, artifact: Artifact, layers: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """(layer, float32 [out, in] in the checkpoint's row order) of each of ``layers``, by gguf-py alone."""
+        from exporters.gguf.reader import read_layers
+
+        return read_layers(artifact.path / artifact.entry, layers)
+
+    def inspect(self, artifact: Artifact) -> Sequence[StoredTensor]:
+        """Every tensor in the file. Reads the header only."""
+        from exporters.gguf.reader import stored_tensors
+
+        return stored_tensors(artifact.path / artifact.entry)

@@ -1,0 +1,80 @@
+"""ONNX for ONNX Runtime: block-quantised weights (MatMulNBits), 8-bit activations, one graph with a key/value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from compress.protocols import Artifact, StoredTensor
+from exporters.onnx.limits import INT8_ACTIVATIONS, complaints, tokenizer_remarks
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from compress.models.topology import DecoderSpec
+    from compress.scheme import QuantScheme
+    from compress.session import CompressedModel
+
+ENTRY = "model.onnx"
+"""The file that a runtime opens; its weights lie beside it in ``model.onnx.data``."""
+
+
+@dataclass(frozen=True)
+class OnnxExporter:
+    """Writes ``model.onnx``, its data file, ``genai_config.json`` and the tokenizer.
+
+    ``accuracy_level`` is set on every MatMulNBits node: 4 rounds activations to 8 bits (W4A8), 0 keeps them in fp32
+    (2- and 8-bit weights are then some 30 times slower). ValueError for anything else.
+    """
+
+    accuracy_level: int = INT8_ACTIVATIONS
+
+    format: ClassVar[str] = "onnx"
+    reader: ClassVar[str] = f"onnx {version('onnx')}"
+
+    def __post_init__(self) -> None:
+        level = self.accuracy_level
+        if isinstance(level, bool) or level not in (0, INT8_ACTIVATIONS):
+            raise ValueError(f"accuracy_level must be 0 (fp32 activations) or 4 (8-bit activations), not {level!r}")
+
+    @property
+    def parity_kld(self) -> float:
+        """Highest mean KLD (nats) against the fake-quantised torch model: 8-bit activations cost some."""
+        return 1e-5 if self.accuracy_level == 0 else 8e-3
+
+    def check(
+        self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]
+    ) -> Sequence[str]:
+        """Complaints about head size, rotary type, activation and each layer's scheme; empty when all is well."""
+        return complaints(spec, plan, shapes, self.accuracy_level)
+
+    def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
+        """Remarks about a tokenizer that a runtime could not use; its files are copied as they are."""
+        return tokenizer_remarks(folder, vocab_size)
+
+    def write(self, model: CompressedModel, out: Path) -> Artifact:
+        """Write the artifact into the empty folder ``out``, one layer in memory at a time; OSError passes through."""
+        from compress.models.topology import describe
+        from exporters.onnx.decoder import write_decoder
+        from exporters.onnx.genai import write_companions
+
+        spec = describe(model.config, model.folder)
+        write_decoder(model, spec, out / ENTRY, self.accuracy_level)
+        write_companions(model, spec, out, ENTRY)
+        return Artifact(self.format, out, ENTRY)
+
+    def read_back(self, artifact: Artifact, layers: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """(layer, float32 [out, in]) of each of ``layers``, dequantised from the file; KeyError if one is missing."""
+        from exporters.onnx.reader import read_weights
+
+        return read_weights(artifact.path / artifact.entry, layers)
+
+    def inspect(self, artifact: Artifact) -> Sequence[StoredTensor]:
+        """Every stored tensor; a quantised layer is one row with its codes, scales and zero points."""
+        from exporters.onnx.reader import stored_tensors
+
+        return stored_tensors(artifact.path / artifact.entry)

@@ -1,0 +1,137 @@
+"""Linear layers, the embedding and the head as nodes, each with its stored tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compress.session import CompressedModel
+from exporters.onnx.layout import to_blocks
+from exporters.onnx.writer import FLOAT, MICROSOFT, GraphWriter
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Names of one quantised layer's tensors in the graph, and its numbers."""
+
+    codes: str
+    scales: str
+    zero_points: str | None
+    rows: int
+    columns: int
+    block: int
+    bits: int
+    flat: bool
+    """Whether codes are [out, bytes of a row], for GatherBlockQuantized, not [out, blocks, bytes of a block]."""
+
+
+class LayerWriter:
+    """Adds layers of ``model`` to a graph. A node carries the layer's name, which is how the reader finds it."""
+
+    def __init__(self, model: CompressedModel, writer: GraphWriter, accuracy_level: int) -> None:
+        self._model = model
+        self._writer = writer
+        self._accuracy_level = accuracy_level
+        self._embeddings: dict[str, _Stored] = {}
+
+    def linear(self, layer: str, value: str, output: str | None = None) -> str:
+        """``value @ weight.T + bias``, as ``output`` or under the layer's name."""
+        output = output or layer
+        bias = self._bias(layer)
+        if layer in self._model.schemes:
+            return self._matmul_nbits(self._store(layer), layer, value, output, bias)
+        weight = self._writer.tensor(f"{layer}.weight", self._model.weight(layer).numpy().T)
+        return self._matmul(layer, [value, weight], output, bias)
+
+    def embedding(self, layer: str, input_ids: str) -> str:
+        """Rows of the embedding, fp32 [batch, sequence, hidden]."""
+        if layer not in self._model.schemes:
+            weight = self._writer.tensor(f"{layer}.weight", self._model.weight(layer).numpy())
+            return self._writer.node("Gather", [weight, input_ids], layer)
+        stored = self._embeddings[layer] = self._store(layer, flat=True)
+        rows = self._writer.node(
+            "GatherBlockQuantized",
+            [stored.codes, input_ids, stored.scales, *([stored.zero_points] if stored.zero_points else [])],
+            layer,
+            domain=MICROSOFT,
+            bits=stored.bits,
+            block_size=stored.block,
+            gather_axis=0,
+            quantize_axis=1,
+        )
+        if stored.columns % stored.block == 0:
+            return rows
+        # Codes are padded to whole blocks; the columns beyond the width are not part of the embedding.
+        bounds = [
+            self._writer.integers(f"{layer}.{name}", [at]) for name, at in (("first", 0), ("width", stored.columns))
+        ]
+        return self._writer.node("Slice", [rows, *bounds, self._writer.integers(f"{layer}.axis", [2])], f"{layer}.cut")
+
+    def tied_head(self, embedding: str, head: str, value: str, output: str) -> str:
+        """``value @ embedding.T``, from the very tensors that :meth:`embedding` stored."""
+        bias = self._bias(head)
+        if embedding in self._model.schemes:
+            return self._matmul_nbits(self._embeddings[embedding], head, value, output, bias)
+        weight = self._writer.node("Transpose", [f"{embedding}.weight"], f"{head}.transposed", perm=[1, 0])
+        return self._matmul(head, [value, weight], output, bias)
+
+    def _bias(self, layer: str) -> str | None:
+        name = f"{layer}.bias"
+        if not self._model.has_dense(name):
+            return None
+        return self._writer.tensor(name, self._model.dense(name).float().numpy())
+
+    def _matmul(self, layer: str, inputs: list[str], output: str, bias: str | None) -> str:
+        if bias is None:
+            return self._writer.node("MatMul", inputs, layer, [output])
+        product = self._writer.node("MatMul", inputs, layer, [f"{layer}.product"])
+        return self._writer.node("Add", [product, bias], f"{layer}.biased", [output])
+
+    def _matmul_nbits(self, stored: _Stored, layer: str, value: str, output: str, bias: str | None) -> str:
+        inputs = [value, self._in_blocks(stored, layer), stored.scales]
+        if stored.zero_points or bias:
+            inputs.append(stored.zero_points or "")
+        if bias:
+            inputs += ["", bias]
+        return self._writer.node(
+            "MatMulNBits",
+            inputs,
+            layer,
+            [output],
+            domain=MICROSOFT,
+            K=stored.columns,
+            N=stored.rows,
+            bits=stored.bits,
+            block_size=stored.block,
+            accuracy_level=self._accuracy_level,
+        )
+
+    def _in_blocks(self, stored: _Stored, layer: str) -> str:
+        """The codes as [out, blocks, bytes of a block], through a node that the runtime removes when it loads the file.
+
+        A session without graph optimisation keeps the Cast of the scales, and MatMulNBits would then compute nonsense
+        from constant codes: it packs them at load, before it knows the scales. Behind a node they are not constant.
+        """
+        if not stored.flat:
+            return self._writer.node("Identity", [stored.codes], f"{layer}.blocks")
+        blocks = -(-stored.columns // stored.block)
+        shape = self._writer.integers(f"{layer}.shape", [stored.rows, blocks, stored.block * stored.bits // 8])
+        return self._writer.node("Reshape", [stored.codes, shape], f"{layer}.blocks")
+
+    def _store(self, layer: str, flat: bool = False) -> _Stored:
+        """Write the tensors of a quantised layer. Scales lie in fp16; both operators want them in fp32."""
+        weight = self._model.quantized(layer)
+        rows, columns = weight.shape
+        packed = to_blocks(layer, weight)
+        codes = packed.codes.reshape(rows, -1) if flat else packed.codes
+        zero_points = packed.zero_points
+        half = self._writer.tensor(f"{layer}.scales", packed.scales)
+        return _Stored(
+            codes=self._writer.tensor(f"{layer}.codes", codes),
+            scales=self._writer.node("Cast", [half], f"{layer}.scales.fp32", to=FLOAT),
+            zero_points=None if zero_points is None else self._writer.tensor(f"{layer}.zero_points", zero_points),
+            rows=rows,
+            columns=columns,
+            block=packed.block,
+            bits=weight.scheme.bits,
+            flat=flat,
+        )

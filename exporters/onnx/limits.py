@@ -1,0 +1,104 @@
+"""What ONNX Runtime's operators take, checked from numbers alone: no graph is built and no weight is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from compress.scheme import QuantScheme
+
+if TYPE_CHECKING:
+    from compress.models.topology import DecoderSpec
+
+BITS = (2, 4, 8)
+MIN_BLOCK = 16
+INT8_ACTIVATIONS = 4
+"""``accuracy_level`` of MatMulNBits that rounds the activations to 8 bits; 0 leaves them in fp32."""
+
+_CHANNEL_BLOCKS = (256, 128, 64, 32)
+_MAX_BLOCK_2BIT = 128
+"""Above it (and below 32) the 2-bit kernel with 8-bit activations does not exist: fp32 runs instead, silently."""
+
+STATIC_ROPE = ("default", "linear", "dynamic", "yarn", "llama3")
+"""Rotary types whose frequencies do not depend on the length of the input up to ``max_positions``."""
+
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+)
+
+
+def block_size(scheme: QuantScheme, columns: int) -> int:
+    """Inputs that share one stored scale in MatMulNBits and GatherBlockQuantized.
+
+    It is the group size, with two exceptions that store the same numbers by repeating a scale over several blocks:
+    one group per row becomes the block that needs the fewest bytes, and a 2-bit group never exceeds 128.
+    """
+    if scheme.group_size is None:
+        candidates = [block for block in _CHANNEL_BLOCKS if scheme.bits > 2 or block <= _MAX_BLOCK_2BIT]
+        return min(candidates, key=lambda block: row_bytes(scheme, columns, block))
+    return min(scheme.group_size, _MAX_BLOCK_2BIT) if scheme.bits == 2 else scheme.group_size
+
+
+def row_bytes(scheme: QuantScheme, columns: int, block: int) -> int:
+    """Bytes of one output row: padded codes, fp16 scales, zero points packed to whole bytes."""
+    blocks = -(-columns // block)
+    zero_points = 0 if scheme.symmetric else -(-blocks * scheme.bits // 8)
+    return blocks * block * scheme.bits // 8 + 2 * blocks + zero_points
+
+
+def layer_complaint(scheme: QuantScheme, accuracy_level: int) -> str | None:
+    """Why MatMulNBits cannot hold this scheme and what would do, or None."""
+    group = scheme.group_size
+    if scheme.bits not in BITS:
+        return f"MatMulNBits stores {', '.join(map(str, BITS[:-1]))} or {BITS[-1]} bits; use int4 or int2"
+    if group is not None and (group < MIN_BLOCK or group & (group - 1)):
+        return f"MatMulNBits needs a group that is a power of two >= {MIN_BLOCK}"
+    if scheme.bits == 2 and group == MIN_BLOCK and accuracy_level == INT8_ACTIVATIONS:
+        return "there is no 2-bit kernel with 8-bit activations for groups of 16; use int2-g32, or accuracy_level: 0"
+    return None
+
+
+def tokenizer_remarks(folder: Path, vocab_size: int) -> list[str]:
+    """What a user of the artifact should know about the checkpoint's tokenizer, whose files are copied as they are."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return ["there is no tokenizer.json: onnxruntime-genai cannot turn text into tokens for this artifact"]
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"].get("vocab", {})
+    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else [*range(len(vocabulary))]
+    ids += [token["id"] for token in tokenizer.get("added_tokens", [])]
+    outside = sum(token >= vocab_size for token in set(ids))
+    if not outside:
+        return []
+    return [f"{outside} of the tokenizer's tokens lie beyond the {vocab_size} rows of the embedding"]
+
+
+def complaints(
+    spec: DecoderSpec,
+    plan: Mapping[str, QuantScheme],
+    shapes: Mapping[str, tuple[int, int]],
+    accuracy_level: int,
+) -> list[str]:
+    """Everything in this model and plan that the graph could not compute, one an offender."""
+    found = []
+    if spec.head_dim % 8:
+        found.append(f"head size {spec.head_dim}: GroupQueryAttention needs a multiple of 8")
+    if spec.heads % spec.kv_heads:
+        found.append(f"{spec.heads} heads share {spec.kv_heads} key/value heads: GroupQueryAttention needs a multiple")
+    if spec.activation not in ACTIVATIONS:
+        found.append(f"activation '{spec.activation}' is not supported; known: {', '.join(ACTIVATIONS)}")
+    rope_type = spec.rope.get("rope_type", "default")
+    if rope_type not in STATIC_ROPE:
+        found.append(
+            f"rotary type '{rope_type}' is not supported: one table of cos and sin must serve every length; "
+            f"known: {', '.join(STATIC_ROPE)}"
+        )
+    for layer, scheme in plan.items():
+        reason = layer_complaint(scheme, accuracy_level)
+        if reason is not None:
+            rows, columns = shapes[layer]
+            found.append(f"{layer} ({rows} x {columns}): {scheme}: {reason}")
+    return found

@@ -1,0 +1,153 @@
+"""Reads an artifact back with the onnx package and numpy; shares no code with what packed it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import external_data_helper, helper, numpy_helper
+
+from compress.protocols import StoredTensor
+from compress.scheme import QuantScheme
+
+_WEIGHT_INPUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "MatMulNBits": {"codes": 1, "scales": 2, "zero_points": 3},
+        "GatherBlockQuantized": {"codes": 0, "scales": 2, "zero_points": 3},
+        "MatMul": {"weight": 1},
+        "Gather": {"weight": 0},
+    }
+)
+"""Operators that hold a layer's weight, and the input where each part of it lies."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer as its node describes it. ``tensors``: role (codes, scales, zero_points, or weight) -> stored tensor."""
+
+    name: str
+    shape: tuple[int, int]
+    scheme: QuantScheme | None
+    transposed: bool
+    tensors: Mapping[str, str]
+
+
+class _Graph:
+    """The model file; data are read tensor by tensor, when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        model = onnx.load(path, load_external_data=False)
+        self._folder = path.parent
+        self._producers = {node.output[0]: node for node in model.graph.node}
+        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in model.graph.initializer}
+        found = (self._layer(node) for node in model.graph.node)
+        self.layers = {layer.name: layer for layer in found if layer is not None}
+
+    def array(self, name: str) -> NDArray[Any]:
+        """The values of a stored tensor."""
+        tensor = onnx.TensorProto()
+        tensor.CopyFrom(self.tensors[name])
+        if external_data_helper.uses_external_data(tensor):
+            external_data_helper.load_external_data_for_tensor(tensor, str(self._folder))
+        array: NDArray[Any] = numpy_helper.to_array(tensor)
+        return array
+
+    def bytes(self, name: str) -> int:
+        """Bytes that a stored tensor takes."""
+        tensor = self.tensors[name]
+        count: int = math.prod(tensor.dims)
+        itemsize: int = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        return count * itemsize
+
+    def weight(self, layer: _Layer) -> NDArray[np.float32]:
+        """float32 [out, in]: ``(code - zero point) * scale``, or the stored numbers themselves."""
+        if layer.scheme is None:
+            stored: NDArray[np.float32] = self.array(layer.tensors["weight"])
+            return stored.T if layer.transposed else stored
+        rows, columns = layer.shape
+        bits, block = layer.scheme.bits, layer.scheme.width(columns)
+        scales = self.array(layer.tensors["scales"]).astype(np.float32)
+        blocks = scales.shape[1]
+        codes = _split_bytes(self.array(layer.tensors["codes"]).reshape(rows, -1), bits)
+        zero_points = np.full((rows, blocks), 1 << (bits - 1), dtype=np.float32)
+        if "zero_points" in layer.tensors:
+            zero_points = _split_bytes(self.array(layer.tensors["zero_points"]), bits)[:, :blocks]
+        centred = codes.reshape(rows, blocks, block) - zero_points[:, :, None]
+        return (centred * scales[:, :, None]).reshape(rows, -1)[:, :columns]
+
+    def _layer(self, node: Any) -> _Layer | None:
+        """The layer whose weight this node stores, or None: a tied head computes with another layer's tensors."""
+        places = _WEIGHT_INPUTS.get(node.op_type, {})
+        given = {role: node.input[at] for role, at in places.items() if at < len(node.input) and node.input[at]}
+        tensors = {role: self._source(value) for role, value in given.items()}
+        main = self.tensors.get(next(iter(tensors.values()), ""))
+        if main is None or len(main.dims) < 2:
+            return None
+        transposed = node.op_type == "MatMul"
+        if "weight" in tensors:
+            rows, columns = reversed(main.dims) if transposed else main.dims
+            return _Layer(node.name, (rows, columns), None, transposed, tensors)
+        attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        bits, block = attributes["bits"], attributes["block_size"]
+        padded = math.prod(main.dims[1:]) * 8 // bits
+        scheme = QuantScheme(bits, block, symmetric="zero_points" not in tensors)
+        return _Layer(node.name, (main.dims[0], attributes.get("K") or self._cut(node, padded)), scheme, False, tensors)
+
+    def _source(self, value: str) -> str:
+        """The stored tensor behind a value, through Cast and Identity; the empty string when there is none."""
+        if value in self.tensors:
+            return value
+        producer = self._producers.get(value)
+        if producer is None or producer.op_type not in ("Cast", "Identity"):
+            return ""
+        return self._source(producer.input[0])
+
+    def _cut(self, node: Any, padded: int) -> int:
+        """Columns of an embedding: those that the Slice behind it keeps, or all of them."""
+        for consumer in self._producers.values():
+            if consumer.op_type == "Slice" and consumer.input[0] == node.output[0]:
+                return int(self.array(consumer.input[2])[0])
+        return padded
+
+
+def _split_bytes(stored: NDArray[np.uint8], bits: int) -> NDArray[np.float32]:
+    """The numbers in each row of bytes, low bits first, as float32."""
+    parts = [(stored >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return np.stack(parts, axis=-1).reshape(stored.shape[0], -1).astype(np.float32)
+
+
+def read_weights(path: Path, layers: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """(layer, float32 [out, in]), one layer in memory at a time; KeyError names every layer that the file lacks."""
+    graph = _Graph(path)
+    missing = [layer for layer in layers if layer not in graph.layers]
+    if missing:
+        raise KeyError(f"{path} stores no weight of {', '.join(missing)}")
+    for layer in layers:
+        yield layer, graph.weight(graph.layers[layer])
+
+
+def stored_tensors(path: Path) -> list[StoredTensor]:
+    """One row a layer, with all its tensors, and one for every other tensor; from the model file alone."""
+    graph = _Graph(path)
+    rows = []
+    for layer in graph.layers.values():
+        main = next(iter(layer.tensors.values()))
+        kind = _type_name(graph.tensors[main]) if layer.scheme is None else str(layer.scheme)
+        size = sum(graph.bytes(name) for name in layer.tensors.values())
+        rows.append(StoredTensor(main, kind, layer.shape, size, layer.name))
+    inside = {name for layer in graph.layers.values() for name in layer.tensors.values()}
+    for name, tensor in graph.tensors.items():
+        if name not in inside:
+            rows.append(StoredTensor(name, _type_name(tensor), tuple(tensor.dims), graph.bytes(name)))
+    return rows
+
+
+def _type_name(tensor: Any) -> str:
+    return str(helper.tensor_dtype_to_np_dtype(tensor.data_type))

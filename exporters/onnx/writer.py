@@ -1,0 +1,116 @@
+"""Nodes and tensors of a graph under construction; large tensors go to the data file at once, never kept in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from compress import __version__
+
+MICROSOFT = "com.microsoft"
+_OPSETS = (("", 21), (MICROSOFT, 1))
+_IR_VERSION = 10
+_INLINE_BYTES = 1024
+"""Tensors up to this size stay in the model file."""
+_ALIGNMENT = 64
+_PAGE = 4096
+_PAGE_ALIGNED_FROM = 1 << 20
+"""Tensors from this size on start on a page, so that a runtime can map them; smaller ones would waste their padding."""
+
+Dims = Sequence[int | str]
+
+
+class GraphWriter:
+    """Collects one graph and writes ``model`` and ``model.data``; a data file that exists already is an error.
+
+    Appending to an existing data file would keep the old tensors in it, referenced by nothing (onnx/onnx #6655).
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._data: BinaryIO = model.with_name(f"{model.name}.data").open("xb")
+        self._nodes: list[Any] = []
+        self._initializers: list[Any] = []
+        self._inputs: list[Any] = []
+        self._outputs: list[Any] = []
+
+    def __enter__(self) -> GraphWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._data.close()
+
+    def input(self, name: str, dtype: int, dims: Dims) -> str:
+        """A graph input."""
+        self._inputs.append(helper.make_tensor_value_info(name, dtype, list(dims)))
+        return name
+
+    def output(self, name: str, dtype: int, dims: Dims) -> None:
+        """A graph output: ``name`` is the value that some node produces."""
+        self._outputs.append(helper.make_tensor_value_info(name, dtype, list(dims)))
+
+    def node(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        name: str,
+        outputs: Sequence[str] = (),
+        domain: str = "",
+        **attributes: Any,
+    ) -> str:
+        """Add a node; the name of its first output, which is the node's name unless ``outputs`` says otherwise."""
+        outputs = outputs or [name]
+        self._nodes.append(helper.make_node(op, inputs, outputs, name=name, domain=domain, **attributes))
+        return outputs[0]
+
+    def tensor(self, name: str, array: NDArray[Any]) -> str:
+        """An initializer: written to the data file now, or inline when small. OSError passes through."""
+        if array.nbytes <= _INLINE_BYTES:
+            self._initializers.append(numpy_helper.from_array(array, name))
+            return name
+        alignment = _PAGE if array.nbytes >= _PAGE_ALIGNED_FROM else _ALIGNMENT
+        self._data.write(bytes(-self._data.tell() % alignment))
+        proto = TensorProto(
+            name=name,
+            dims=array.shape,
+            data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
+            data_location=TensorProto.EXTERNAL,
+        )
+        place = {"location": f"{self._model.name}.data", "offset": self._data.tell(), "length": array.nbytes}
+        for key, value in place.items():
+            proto.external_data.add(key=key, value=str(value))
+        self._data.write(np.ascontiguousarray(array).data)
+        self._initializers.append(proto)
+        return name
+
+    def integers(self, name: str, values: Sequence[int] | int) -> str:
+        """A small int64 constant."""
+        return self.tensor(name, np.array(values, dtype=np.int64))
+
+    def save(self, metadata: dict[str, str]) -> None:
+        """Write the model file, with ``metadata`` as its properties. OSError passes through."""
+        graph = helper.make_graph(self._nodes, "decoder", self._inputs, self._outputs, self._initializers)
+        model = helper.make_model(
+            graph,
+            producer_name="edgepress",
+            producer_version=__version__,
+            ir_version=_IR_VERSION,
+            opset_imports=[helper.make_opsetid(domain, number) for domain, number in _OPSETS],
+        )
+        helper.set_model_props(model, metadata)
+        self._data.flush()
+        self._model.write_bytes(model.SerializeToString())
+
+
+FLOAT: int = onnx.TensorProto.FLOAT
+INT64: int = onnx.TensorProto.INT64
+INT32: int = onnx.TensorProto.INT32
