@@ -23,10 +23,15 @@ class OrtRuntime:
     """One session and one key/value cache of ``context`` tokens, float32, that every step writes in place.
 
     The graph's past and present share a buffer, so that a token costs no copy of the cache.
+
+    ``spin``: whether idle worker threads spin. ``chunk``: tokens of one step of a prefill. ``exact``: run the file
+    with activations left in fp32 (MatMulNBits' accuracy_level 0, whatever it says): slow, and what is left of a
+    difference from the quantised weights' own logits is then no rounding of activations. Needs the onnx package.
     """
 
-    def __init__(self, spin: bool = True, chunk: int = PREFILL_CHUNK) -> None:
+    def __init__(self, spin: bool = True, chunk: int = PREFILL_CHUNK, exact: bool = False) -> None:
         self._spin = spin and NO_SPIN_VARIABLE not in os.environ
+        self._exact = exact
         self._chunk = chunk
         self._session: Any = None
         self._binding: Any = None
@@ -47,7 +52,7 @@ class OrtRuntime:
 
         if threads < 1 or context < 1:
             raise InputError(f"threads={threads} and context={context} must both be at least 1", where=str(entry))
-        self._session = _open(entry, threads, self._spin)
+        self._session = _open(entry, threads, self._spin, self._exact)
         past = self._past_inputs()
         vocabulary = [item.shape[2] for item in self._session.get_outputs() if item.name == "logits"]
         if not past or not vocabulary:
@@ -89,7 +94,7 @@ class OrtRuntime:
         return logits
 
     def describe(self) -> dict[str, Any]:
-        """Library, its version, threads, providers, and whether idle threads spin."""
+        """Library, its version, threads, providers, and how it was told to run."""
         import onnxruntime
 
         return {
@@ -98,6 +103,7 @@ class OrtRuntime:
             "threads": self._threads,
             "providers": self._session.get_providers(),
             "spinning": self._spin,
+            "exact": self._exact,
         }
 
     def kv_bytes(self, context: int) -> int:
@@ -136,7 +142,7 @@ class OrtRuntime:
         return logits
 
 
-def _open(entry: Path, threads: int, spin: bool) -> Any:
+def _open(entry: Path, threads: int, spin: bool, exact: bool) -> Any:
     import onnxruntime
     from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
@@ -144,8 +150,10 @@ def _open(entry: Path, threads: int, spin: bool) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(entry.parent))
     try:
-        return onnxruntime.InferenceSession(str(entry), options, providers=["CPUExecutionProvider"])
+        model = _exact_model(entry) if exact else str(entry)
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except (
         errors.Fail,
         errors.InvalidArgument,
@@ -156,3 +164,17 @@ def _open(entry: Path, threads: int, spin: bool) -> Any:
         errors.RuntimeException,
     ) as error:
         raise InputError(f"ONNX Runtime cannot open this file: {error}", where=str(entry)) from error
+
+
+def _exact_model(entry: Path) -> bytes:
+    """The model file with accuracy_level 0 on every MatMulNBits; its weights stay where they are."""
+    import onnx
+
+    model = onnx.load(entry, load_external_data=False)
+    for node in model.graph.node:
+        if node.op_type == "MatMulNBits":
+            for attribute in node.attribute:
+                if attribute.name == "accuracy_level":
+                    attribute.i = 0
+    serialised: bytes = model.SerializeToString()
+    return serialised

@@ -141,6 +141,18 @@ def test_describe_says_what_runs(runtime: OrtRuntime, entry: Path, monkeypatch: 
     assert (quiet.describe()["threads"], quiet.describe()["spinning"]) == (2, False)
 
 
+def test_exact_leaves_activations_in_fp32(entry: Path, expected: np.ndarray, tmp_path: Path) -> None:
+    model = rounded_model(tiny_llama(tmp_path / "m"), tmp_path / "w")
+    (tmp_path / "out").mkdir()
+    artifact = OnnxExporter(accuracy_level=4).write(model, tmp_path / "out")
+    rounding, exact = OrtRuntime(spin=False), OrtRuntime(spin=False, exact=True)
+    for runtime in (rounding, exact):
+        runtime.load(artifact.path / artifact.entry, threads=1, context=64)
+    close_to(exact.prefill(TOKENS, all_logits=True), expected)
+    assert np.abs(rounding.prefill(TOKENS, all_logits=True) - expected).max() > 1e-3
+    assert (rounding.describe()["exact"], exact.describe()["exact"]) == (False, True)
+
+
 def test_kv_bytes_counts_keys_and_values_of_every_layer(runtime: OrtRuntime) -> None:
     layers, kv_heads, head_dim = 2, 2, 16
     assert runtime.kv_bytes(100) == 2 * layers * kv_heads * head_dim * 4 * 100
