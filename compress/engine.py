@@ -30,6 +30,8 @@ from compress.session import CompressedModel, Progress, Session, no_progress
 from compress.workspace import check_free, workspace, write_manifest
 
 WORK = "work"
+ACTIVATION_KLD = 8e-3
+"""KLD (nats) that 8-bit activations may cost before the report warns."""
 OVERLAP_WARNING = 0.01
 """Share of the evaluation text found in the calibration text from which the report warns."""
 
@@ -69,7 +71,13 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
             artifacts=tuple(artifacts),
             gates=tuple(check_gates(recipe, artifacts)),
             timings=clock.seconds,
-            warnings=(*remarks, *calibration.warnings, *evaluation.warnings, *pass_warnings(passes)),
+            warnings=(
+                *remarks,
+                *calibration.warnings,
+                *evaluation.warnings,
+                *pass_warnings(passes),
+                *activation_warnings(artifacts),
+            ),
         )
         (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
         (folder / "report.md").write_text(render(report), encoding="utf-8")
@@ -209,6 +217,14 @@ def pass_warnings(passes: Sequence[PassRecord]) -> Iterator[str]:
         for reason, layers in reasons.items():
             shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
             yield f"{record.name}: {reason} ({shown})"
+
+
+def activation_warnings(artifacts: Sequence[ArtifactRecord]) -> Iterator[str]:
+    """A line for each artifact that rounding activations to 8 bits hurts more than it should."""
+    for artifact in artifacts:
+        if artifact.parity is not None and artifact.parity.kld_as_run > ACTIVATION_KLD:
+            cost = f"{artifact.parity.kld_as_run:.3g} nats (usual: below {ACTIVATION_KLD:g})"
+            yield f"{artifact.format}: the runtime's 8-bit activations cost {cost}; smaller groups cost less"
 
 
 def describe_model(prepared: Prepared) -> dict[str, Any]:

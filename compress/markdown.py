@@ -79,7 +79,8 @@ def _artifacts(artifacts: Sequence[ArtifactRecord]) -> Iterator[str]:
             yield (
                 f"- {item.format}: {parity.tensors} weights read back by {parity.reader}, all equal to what the passes "
                 f"chose; logits within {parity.kld_mean:.2g} nats of the quantised torch model over {parity.tokens} "
-                f"tokens (limit {parity.kld_limit:g})."
+                f"tokens{' with fp32 activations' if parity.exact else ''} (limit {parity.kld_limit:g})"
+                + (f"; the runtime's 8-bit activations cost {parity.kld_as_run:.2g}." if parity.exact else ".")
             )
 
 

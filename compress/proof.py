@@ -101,8 +101,16 @@ def prove(
     entry = str(artifact.path / artifact.entry)
     found = run_job(Job(artifact.format, entry, prepared.threads, performance, quality), progress)
     assert found.parity_kld is not None
+    exact = found.exact_kld is not None
     parity = Parity(
-        len(prepared.shapes), tuple(wrong), exporter.reader, found.parity_kld, exporter.parity_kld, found.parity_tokens
+        tensors=len(prepared.shapes),
+        mismatched=tuple(wrong),
+        reader=exporter.reader,
+        kld_mean=found.parity_kld if found.exact_kld is None else found.exact_kld,
+        kld_limit=exporter.parity_kld,
+        tokens=found.exact_tokens if exact else found.parity_tokens,
+        exact=exact,
+        kld_as_run=found.parity_kld,
     )
     if not parity.passed:
         raise ParityError(

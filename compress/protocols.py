@@ -90,10 +90,8 @@ class Exporter(Protocol):
     reader: ClassVar[str]
     """The library, not ours, that :meth:`read_back` uses."""
 
-    @property
-    def parity_kld(self) -> float:
-        """Highest mean KLD (nats) of the artifact's logits against the fake-quantised torch model."""
-        ...
+    parity_kld: ClassVar[float]
+    """Highest mean KLD (nats) against the fake-quantised torch model, activations not rounded where that can be had."""
 
     def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
         """Remarks for the report about the tokenizer in ``folder``; InputError if the format cannot hold it."""
@@ -120,6 +118,11 @@ class Exporter(Protocol):
 
 class Runtime(Protocol):
     """Runs one artifact, sequence by sequence. Lives in :mod:`compress.runner`; imports no torch."""
+
+    @classmethod
+    def exact(cls) -> Runtime | None:
+        """A runtime that computes the same file without rounding activations, or None where the library cannot."""
+        ...
 
     def load(self, entry: Path, threads: int, context: int) -> None:
         """Open the file for at most ``context`` tokens."""

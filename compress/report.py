@@ -62,8 +62,10 @@ class PassRecord:
 class Parity:
     """Does the file hold what the passes chose, and does the runtime compute it?
 
-    ``tensors`` were read back by ``reader`` and compared bit for bit with what the passes chose;
-    ``kld_mean`` (nats) compares the file's logits with the fake-quantised torch model over ``tokens`` positions.
+    ``tensors`` were read back by ``reader`` and compared bit for bit with what the passes chose.
+    ``kld_mean`` (nats) compares the file's logits with the fake-quantised torch model over ``tokens`` positions:
+    without rounding activations if ``exact``, else as the runtime runs the file. ``kld_as_run`` is the latter in any
+    case: what is left there is what the runtime's 8-bit activations cost.
     """
 
     tensors: int
@@ -72,6 +74,8 @@ class Parity:
     kld_mean: float
     kld_limit: float
     tokens: int
+    exact: bool
+    kld_as_run: float
 
     @property
     def passed(self) -> bool:

@@ -82,6 +82,10 @@ class LlamaCppRuntime:
         self._limit = 0
         self._position = 0
 
+    @classmethod
+    def exact(cls) -> None:
+        """llama.cpp always rounds the inputs of quantised layers."""
+
     def load(self, entry: Path, threads: int, context: int) -> None:
         """Open ``entry`` for at most ``context`` tokens, on ``threads`` threads; InputError if llama.cpp refuses it."""
         if threads < 1 or context < 1:

@@ -42,6 +42,11 @@ class OrtRuntime:
         self._vocab_size = 0
         self._logits_at = 0
 
+    @classmethod
+    def exact(cls) -> OrtRuntime:
+        """A runtime that runs the same file with fp32 activations."""
+        return cls(exact=True)
+
     def load(self, entry: Path, threads: int, context: int) -> None:
         """Open ``entry`` (model.onnx) for at most ``context`` tokens.
 

@@ -103,6 +103,9 @@ class JobResult:
     quality: Quality | None = None
     parity_kld: float | None = None
     parity_tokens: int = 0
+    exact_kld: float | None = None
+    """As ``parity_kld``, without rounded activations, over the first of its windows; None where that cannot be had."""
+    exact_tokens: int = 0
 
 
 def run_job(job: Job, progress: Progress = no_progress) -> JobResult:

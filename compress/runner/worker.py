@@ -10,13 +10,16 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from compress import registry
 from compress.errors import CompressError
 from compress.protocols import Runtime
 from compress.runner.process import Job, JobResult
 from compress.session import Advance
+
+if TYPE_CHECKING:
+    from compress.runner.quality import Files, Scored
 
 
 class Channel:
@@ -67,15 +70,34 @@ def do(job: Job, channel: Channel) -> JobResult:
         performance, described = measure.measure(kind, job, job.performance, channel.progress)
     if job.quality is None:
         return JobResult(dict(described), performance)
-    runtime = kind()
     files = quality.open_files(job.quality)
+    scored, described = _score(kind(), files, job, channel)
+    exact, exact_kld, exact_tokens = kind.exact(), None, 0
+    if exact is not None and files.parity is not None:
+        # One window: without integer kernels this is many times slower.
+        first = dataclasses.replace(files, reference=None, parity=files.parity[:1])
+        alone, _ = _score(exact, first, job, channel)
+        exact_kld, exact_tokens = alone.parity_kld, alone.parity_tokens
+    return JobResult(
+        dict(described),
+        performance,
+        scored.quality,
+        scored.parity_kld,
+        scored.parity_tokens,
+        exact_kld,
+        exact_tokens,
+    )
+
+
+def _score(runtime: Runtime, files: Files, job: Job, channel: Channel) -> tuple[Scored, dict[str, Any]]:
+    """What ``runtime`` scores on ``files``, and what it says of itself."""
+    from compress.runner.quality import score
+
     runtime.load(Path(job.entry), job.threads, files.tokens.shape[1])
     try:
-        scored = quality.score(runtime, files, job.threads, channel.progress)
-        described = runtime.describe()
+        return score(runtime, files, job.threads, channel.progress), runtime.describe()
     finally:
         runtime.close()
-    return JobResult(dict(described), performance, scored.quality, scored.parity_kld, scored.parity_tokens)
 
 
 def _end_with_parent() -> None:

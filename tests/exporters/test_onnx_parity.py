@@ -15,6 +15,8 @@ from compress.session import CompressedModel
 from exporters.onnx import OnnxExporter
 from tests.support import fake_quantized, mean_kld, rounded_model, tiny_llama
 
+AS_RUN_KLD = 8e-3
+"""What 8-bit activations cost at most at these sizes."""
 FP32_NOISE_KLD = 1e-9
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -88,7 +90,7 @@ def random_biases(parameters: dict[str, Tensor]) -> None:
 )
 def test_every_scheme_agrees_with_torch(tmp_path: Path, scheme: str, shape: dict[str, int]) -> None:
     model = rounded_model(tiny_llama(tmp_path / "m", **shape), tmp_path / "w", scheme)
-    assert kld(model, tmp_path / "out", tokens()) < FP32_NOISE_KLD <= OnnxExporter(0).parity_kld
+    assert kld(model, tmp_path / "out", tokens()) < FP32_NOISE_KLD <= OnnxExporter.parity_kld
 
 
 @pytest.mark.parametrize("width", [64, 96, 104], ids=["2 blocks", "3 blocks", "3.25 blocks"])
@@ -117,7 +119,7 @@ def test_layers_may_differ_in_scheme_or_stay_in_float(tmp_path: Path) -> None:
 def test_biases_are_added(tmp_path: Path, scheme: str, accuracy_level: int) -> None:
     folder = tiny_llama(tmp_path / "m", random_biases, attention_bias=True, mlp_bias=True)
     model = rounded_model(folder, tmp_path / "w", scheme, plan={"model.layers.1.mlp.gate_proj": None})
-    limit = FP32_NOISE_KLD if accuracy_level == 0 else OnnxExporter().parity_kld
+    limit = FP32_NOISE_KLD if accuracy_level == 0 else AS_RUN_KLD
     assert kld(model, tmp_path / "out", tokens(), accuracy_level) < limit
 
 
@@ -146,7 +148,7 @@ def test_rotary_scaling_agrees_with_torch(tmp_path: Path, rope: dict[str, Any], 
 def test_eight_bit_activations_differ_a_little(tmp_path: Path) -> None:
     model = rounded_model(tiny_llama(tmp_path / "m", hidden_size=96, intermediate_size=200), tmp_path / "w")
     found = kld(model, tmp_path / "out", tokens(length=100), accuracy_level=4)
-    assert 1e-6 < found < OnnxExporter().parity_kld
+    assert 1e-6 < found < AS_RUN_KLD
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -155,7 +157,7 @@ def test_a_session_without_graph_optimisation_is_right_too(tmp_path: Path, schem
     model = rounded_model(tiny_llama(tmp_path / "m", tie_word_embeddings=tied), tmp_path / "w", scheme, ends=scheme)
     off = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     opened, ids = session(model, tmp_path / "out", 4, off), tokens()
-    assert mean_kld(logits_of(model, ids), step(opened, ids, torch.ones_like(ids))[0]) < OnnxExporter().parity_kld
+    assert mean_kld(logits_of(model, ids), step(opened, ids, torch.ones_like(ids))[0]) < AS_RUN_KLD
 
 
 @pytest.mark.parametrize("head_dim", [16, 24], ids=["rotary inside attention", "rotary operator"])
