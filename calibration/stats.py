@@ -13,18 +13,23 @@ class InputStats:
     """``gram`` float32 [in, in]: the sum of x xT over every token x that reached the layer; ``tokens``: how many.
 
     GPTQ's Hessian (Frantar et al. 2023, eq. 2) is ``2 / tokens * gram``. Tokens are added in the order of the
-    calibration set, so the sum is the same in every run.
+    calibration set, so the sum is the same in every run. ``routed``: only tokens sent to an expert reach the layer.
     """
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, routed: bool = False) -> None:
         self.gram = torch.zeros(columns, columns, dtype=torch.float32)
         self.tokens = 0
+        self.routed = routed
 
     def update(self, inputs: Tensor) -> None:
         """Add inputs [..., in] of real tokens (no padding)."""
         flat = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)
         self.gram.addmm_(flat.T, flat)
         self.tokens += flat.shape[0]
+
+    def rescale(self, factor: Tensor) -> None:
+        """Make these the statistics of inputs multiplied by ``factor`` [in], channel by channel."""
+        self.gram = self.gram * factor[:, None] * factor
 
     @property
     def hessian(self) -> Tensor:
@@ -61,3 +66,40 @@ def collect_inputs(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def collect_expert_inputs(experts: nn.Module, layers: Sequence[Mapping[str, str]]) -> Iterator[dict[str, InputStats]]:
+    """Gather statistics of what each expert of a fused module is fed: the tokens routed to it and no others.
+
+    ``experts`` is one of transformers' modules: it is called with hidden states [tokens, in], the chosen experts
+    int64 [tokens, k] and their weights, and holds ``gate_up_proj`` [experts, 2 * middle, in] and ``act_fn``. ``layers``
+    has, for each expert, the names of its roles gate, up and down. Yields name -> statistics; gate and up share
+    one object. What down is fed exists only inside the module's own loop, so it is computed here once more.
+    """
+    projections = experts.get_parameter("gate_up_proj")
+    _, doubled, columns = projections.shape
+    found: dict[str, InputStats] = {}
+    for names in layers:
+        entering = InputStats(columns, routed=True)
+        found |= {
+            names["gate"]: entering,
+            names["up"]: entering,
+            names["down"]: InputStats(doubled // 2, routed=True),
+        }
+    activation = experts.get_submodule("act_fn")
+
+    def hook(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        hidden, chosen = given[:2]
+        for expert, names in enumerate(layers):
+            routed = hidden[(chosen == expert).any(-1)]
+            if len(routed):
+                gate, up = nn.functional.linear(routed, projections[expert]).chunk(2, dim=-1)
+                found[names["gate"]].update(routed)
+                found[names["down"]].update(activation(gate) * up)
+
+    handle = experts.register_forward_pre_hook(hook)
+    try:
+        yield found
+    finally:
+        handle.remove()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from calibration.stats import InputStats, collect_inputs
+from calibration.stats import InputStats, collect_expert_inputs, collect_inputs
+from compress.models.topology import DecoderSpec
 from compress.protocols import BlockPass
 from compress.report import LayerRecord
 from compress.session import Block, Session
@@ -54,12 +56,8 @@ def _one_block(
     layers = decoder.spec.block_linears(index)
     inputs: dict[str, InputStats] = {}
     if hidden is not None:
-        shared = [[decoder.spec.linear(index, role) for role in roles] for roles in family.shared_inputs]
-        with decoder.block(index, tensors) as module:
-            prefix = family.block.format(index=index) + "."
-            modules = {layer: _linear(module, layer.removeprefix(prefix)) for layer in layers}
-            with collect_inputs(modules, shared) as inputs:
-                decoder.run_block_on_all(index, module, hidden)
+        with decoder.block(index, tensors) as module, _collected(decoder.spec, index, module) as inputs:
+            decoder.run_block_on_all(index, module, hidden)
     weights = {layer: tensors[f"{layer}.weight"] for layer in layers}
     dense = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in weights}
     block = Block(family.block.format(index=index), weights, inputs, dense)
@@ -72,6 +70,22 @@ def _one_block(
         tensors[f"{layer}.weight"] = block.weights[layer] if quantized is None else quantized.dequantize()
     with decoder.block(index, tensors) as module:
         return decoder.run_block_on_all(index, module, hidden)
+
+
+@contextmanager
+def _collected(spec: DecoderSpec, index: int, module: nn.Module) -> Iterator[dict[str, InputStats]]:
+    """Statistics of what every linear layer of block ``index`` is fed while the context lasts."""
+    prefix, shared = spec.family.block.format(index=index) + ".", spec.shared_inputs(index)
+    modules = {layer: _linear(module, layer.removeprefix(prefix)) for layers in shared for layer in layers}
+    with collect_inputs(modules, shared) as inputs:
+        experts = spec.expert_linears(index)
+        if not experts:
+            yield inputs
+            return
+        assert spec.family.experts is not None
+        fused = module.get_submodule(spec.family.experts.module)
+        with collect_expert_inputs(fused, experts) as routed:
+            yield inputs | routed
 
 
 def _apply(session: Session, passes: Sequence[BlockPass], block: Block, records: list[Done]) -> None:

@@ -6,7 +6,9 @@ Heavy modules are imported inside the commands, so that help and complaints come
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,14 +82,16 @@ def run(
     overwrite: bool,
 ) -> None:
     """Compress a model by RECIPE: a .yaml file, or the name of a bundled recipe."""
-    loaded = _load(recipe, model, overrides)
-    if dry_run:
-        _show_plan(loaded, as_json, quiet)
-        return
-    from compress import engine, terminal
     from compress.recipe import find
 
+    loaded = _load(recipe, model, overrides)
     folder = out or Path("runs") / find(recipe).stem
+    if dry_run:
+        _show_plan(loaded, as_json, quiet, folder, overwrite)
+        return
+    _load_torch()
+    from compress import engine, terminal
+
     report = engine.run(loaded, folder, overwrite=overwrite, progress=terminal.progress(quiet))
     if as_json:
         click.echo(report.to_json())
@@ -112,15 +116,14 @@ def plan(*, recipe: str, model: str | None, overrides: Sequence[str], as_json: b
 @_FORMAT
 @_JSON
 def inspect(*, artifact: Path, format_: str | None, as_json: bool) -> None:
-    """List the tensors of ARTIFACT: a .onnx or .gguf file, or a folder that holds one."""
-    entry = _entry(artifact, format_)
+    """List the tensors of ARTIFACT: a .onnx, .gguf or .safetensors file, or a folder that holds one."""
     from compress import artifacts, terminal
 
-    tensors = artifacts.inspect(entry)
+    found = artifacts.inspect(artifact, format_)
     if as_json:
-        _print_json([dataclasses.asdict(tensor) for tensor in tensors])
+        _print_json(found.to_dict())
     else:
-        terminal.show_tensors(tensors)
+        terminal.show_tensors(found)
 
 
 @cli.command()
@@ -187,6 +190,7 @@ def evaluate(
     """Compare the output of ARTIFACT with the model it was made from, on held-out text."""
     from compress.recipe import Evaluate
 
+    _load_torch()
     with _option_errors():
         settings = Evaluate(
             source=source,
@@ -265,6 +269,20 @@ def list_(*, what: str, as_json: bool) -> None:
         terminal.show_record(what, {what: rows})
 
 
+def _load_torch() -> None:
+    """Load torch so that its idle threads sleep: spinning, they make a machine that others use many times slower.
+
+    The policy is read once, when the library is loaded; a runtime that is measured keeps its own.
+    """
+    if "OMP_WAIT_POLICY" in os.environ:
+        return
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    try:
+        importlib.import_module("torch")
+    finally:
+        del os.environ["OMP_WAIT_POLICY"]
+
+
 def _load(recipe: str, model: str | None, overrides: Sequence[str]) -> Recipe:
     from compress import registry
     from compress.recipe import load
@@ -272,10 +290,10 @@ def _load(recipe: str, model: str | None, overrides: Sequence[str]) -> Recipe:
     return load(recipe, registry.load, overrides, model)
 
 
-def _show_plan(recipe: Recipe, as_json: bool, quiet: bool) -> None:
+def _show_plan(recipe: Recipe, as_json: bool, quiet: bool, out: Path | None = None, overwrite: bool = False) -> None:
     from compress import engine, terminal
 
-    planned = engine.plan(recipe, terminal.progress(quiet)).to_dict()
+    planned = engine.plan(recipe, out, overwrite=overwrite, progress=terminal.progress(quiet)).to_dict()
     if as_json:
         _print_json(planned)
     else:

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from calibration.windows import Windows, overlap
-from compress import __version__
 from compress.blocks import compress_blocks
+from compress.errors import CompressError, InputError
 from compress.fields import plain
+from compress.findings import activation_warnings, check_gates, describe_model, environment, pass_warnings
 from compress.markdown import render
 from compress.models.checkpoint import scan_finite
-from compress.prepare import PARITY_WINDOWS, Prepared, check_room, prepare, token_windows
-from compress.proof import Evidence, gather_evidence, prove
+from compress.patterns import match_layers
+from compress.prepare import FLOAT_BYTES, PARITY_WINDOWS, Prepared, check_room, prepare, token_windows
+from compress.proof import REPORT_IT, Evidence, gather_evidence, prove
 from compress.protocols import Exporter
 from compress.recipe import Evaluate, Recipe, dump_yaml, to_dict
-from compress.report import ArtifactRecord, GateRecord, PassRecord, Report
-from compress.runner.measure import cpu_model
+from compress.report import ArtifactRecord, PassRecord, Report
+from compress.scheme import FLOAT
 from compress.session import CompressedModel, Progress, Session, no_progress
 from compress.workspace import check_free, workspace, write_manifest
 
 WORK = "work"
-ACTIVATION_KLD = 8e-3
-"""KLD (nats) that 8-bit activations may cost before the report warns."""
 OVERLAP_WARNING = 0.01
 """Share of the evaluation text found in the calibration text from which the report warns."""
 
@@ -45,17 +43,18 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
     clock = Clock()
     check_free(out, overwrite)
     with clock("prepare"), progress("preparing", 3) as advance:
-        prepared, _, remarks = prepare(recipe)
+        prepared, session, remarks = prepare(recipe)
         torch.set_num_threads(prepared.threads)
         advance(1)
         calibration, evaluation = text_windows(prepared)
-        needed = check_room(prepared, out)
+        needed = check_room(prepared, session.plan, out)
         advance(2)
-    with clock("scan weights"), progress("scanning weights", len(prepared.checkpoint.files)) as advance:
-        scan_finite(prepared.checkpoint, advance)
+    with clock("scan weights"), progress("scanning weights", len(prepared.original.files)) as advance:
+        scan_finite(prepared.original, advance)
     with workspace(out, overwrite, needed["disk_bytes"]) as folder:
         session = prepared.session(folder / WORK, calibration.tokens, progress)
         passes = run_passes(prepared, session, clock)
+        require_plan(session)
         model = prepared.compressed(session.store)
         with clock("reference logits"):
             evidence = gather_evidence(prepared, model, evaluation.tokens, folder / WORK, progress)
@@ -63,7 +62,7 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
         shutil.rmtree(folder / WORK)
         report = Report(
             recipe=to_dict(recipe),
-            model=describe_model(prepared),
+            model=describe_model(prepared, model.schemes),
             environment=environment(prepared.threads),
             calibration=calibration.audit,
             evaluation=evaluation.audit,
@@ -87,8 +86,8 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
 
 
 def run_passes(prepared: Prepared, session: Session, clock: Clock) -> list[PassRecord]:
-    """Planners over the whole model, then the other passes block by block."""
-    records = []
+    """What was done to the checkpoint; then planners over the whole model, then the other passes block by block."""
+    records = list(prepared.rewrites)
     for step in prepared.of_scope("model"):
         with clock(step.name):
             records.append(step.value.apply(session))
@@ -98,6 +97,18 @@ def run_passes(prepared: Prepared, session: Session, clock: Clock) -> list[PassR
     for step, mine in zip(steps, done, strict=True):
         records.append(PassRecord(step.name, plain(step.value), mine.seconds, tuple(mine.layers)))
     return records
+
+
+def require_plan(session: Session) -> None:
+    """CompressError if a layer did not become what the plan says: nothing may stay in floating point unsaid."""
+    plan, found = session.plan, session.store.schemes
+    wrong = [
+        f"{layer}: planned {plan.get(layer, FLOAT)}, became {found.get(layer, FLOAT)}"
+        for layer in session.shapes
+        if plan.get(layer) != found.get(layer)
+    ]
+    if wrong:
+        raise CompressError("\n".join(wrong), where="passes", fix=REPORT_IT)
 
 
 def export(
@@ -128,6 +139,13 @@ def text_windows(prepared: Prepared) -> tuple[Windows, Windows]:
         length = min(Evaluate().sequence_length, prepared.spec.max_positions)
         evaluate = Evaluate(windows=PARITY_WINDOWS, sequence_length=length)
     evaluation = token_windows(checkpoint, evaluate, "evaluation")
+    if recipe.measure is not None and evaluation.tokens.numel() < recipe.measure.prompt_tokens:
+        raise InputError(
+            f"the prompt is taken from the evaluation text: {recipe.measure.prompt_tokens} tokens were asked for, "
+            f"and its windows have {evaluation.tokens.numel()}",
+            where="measure.prompt_tokens",
+            fix="ask for a shorter prompt, or for more or longer evaluation windows",
+        )
     if not prepared.needs_tokens:
         return Windows(evaluation.tokens[:0], {"used": False}), evaluation
     calibration = token_windows(checkpoint, recipe.calibration, "calibration")
@@ -148,6 +166,8 @@ class Plan:
 
     model: dict[str, Any]
     passes: list[str]
+    rules: list[dict[str, Any]]
+    """What ``ignore`` and ``pin`` say, and which layers each of them names."""
     layers: list[dict[str, Any]]
     needed: dict[str, int]
     calibration: dict[str, Any]
@@ -159,104 +179,44 @@ class Plan:
         return asdict(self)
 
 
-def plan(recipe: Recipe, progress: Progress = no_progress) -> Plan:
-    """Check everything that :func:`run` checks before it works, and say what it would do; writes nothing."""
+def plan(recipe: Recipe, out: Path | None = None, *, overwrite: bool = False, progress: Progress = no_progress) -> Plan:
+    """Check what :func:`run` checks before it reads the weights, and say what it would do; writes nothing."""
+    if out is not None:
+        check_free(out, overwrite)
     with progress("preparing", 1) as advance:
         prepared, session, remarks = prepare(recipe)
         calibration, evaluation = text_windows(prepared)
         advance(1)
+    rules = list(pin_rules(prepared))
+    owner = {layer: f"{rule['rule']} {rule['pattern']}" for rule in reversed(rules) for layer in rule["layers"]}
     layers = []
     for layer, shape in prepared.shapes.items():
         scheme = session.plan.get(layer)
-        rule = "pinned" if layer in prepared.pinned else "passes"
-        bytes_ = shape[0] * shape[1] * 4 if scheme is None else scheme.stored_bits(shape) // 8
-        scheme_text = "float" if scheme is None else str(scheme)
-        layers.append({"layer": layer, "shape": list(shape), "scheme": scheme_text, "set_by": rule, "bytes": bytes_})
+        bytes_ = shape[0] * shape[1] * FLOAT_BYTES if scheme is None else scheme.stored_bits(shape) // 8
+        by = owner.get(layer, "default" if layer in prepared.pinned else "passes")
+        layers.append(
+            {"layer": layer, "shape": list(shape), "scheme": str(scheme or FLOAT), "set_by": by, "bytes": bytes_}
+        )
     return Plan(
-        model=describe_model(prepared),
+        model=describe_model(prepared, session.plan),
         passes=[step.name for step in prepared.passes],
+        rules=rules,
         layers=layers,
-        needed=check_room(prepared, Path()),
+        needed=check_room(prepared, session.plan, out or Path()),
         calibration=calibration.audit,
         evaluation=evaluation.audit,
         warnings=[*remarks, *calibration.warnings, *evaluation.warnings],
     )
 
 
-GATES: dict[str, tuple[str, int]] = {
-    "max_kld": ("quality.kld_mean", 1),
-    "min_top1": ("quality.top1_agreement", -1),
-    "max_size": ("bytes", 1),
-    "max_bits_per_weight": ("bits_per_weight", 1),
-    "min_decode_tps": ("performance.decode_tps.value", -1),
-    "max_peak_rss": ("performance.peak_rss_bytes.value", 1),
-}
-"""Gate -> (the number in an artifact's record, 1 for an upper limit or -1 for a lower one)."""
-
-
-def check_gates(recipe: Recipe, artifacts: Sequence[ArtifactRecord]) -> Iterator[GateRecord]:
-    """Every gate of the recipe against every artifact."""
-    for gate, (where, sign) in GATES.items():
-        limit = getattr(recipe.gates, gate)
-        if limit is None:
-            continue
-        for artifact in artifacts:
-            value: Any = artifact
-            for name in where.split("."):
-                value = getattr(value, name)
-            yield GateRecord(gate, artifact.format, float(limit), float(value), sign * value <= sign * limit)
-
-
-def pass_warnings(passes: Sequence[PassRecord]) -> Iterator[str]:
-    """One line for each kind of fallback that a pass had to take."""
-    for record in passes:
-        reasons: dict[str, list[str]] = {}
-        for layer in record.layers:
-            if layer.fallback is not None:
-                reasons.setdefault(layer.fallback, []).append(layer.layer)
-        for reason, layers in reasons.items():
-            shown = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
-            yield f"{record.name}: {reason} ({shown})"
-
-
-def activation_warnings(artifacts: Sequence[ArtifactRecord]) -> Iterator[str]:
-    """A line for each artifact that rounding activations to 8 bits hurts more than it should."""
-    for artifact in artifacts:
-        if artifact.parity is not None and artifact.parity.kld_as_run > ACTIVATION_KLD:
-            cost = f"{artifact.parity.kld_as_run:.3g} nats (usual: below {ACTIVATION_KLD:g})"
-            yield f"{artifact.format}: the runtime's 8-bit activations cost {cost}; smaller groups cost less"
-
-
-def describe_model(prepared: Prepared) -> dict[str, Any]:
-    """The model, for the report."""
-    weights = {layer: rows * columns for layer, (rows, columns) in prepared.shapes.items()}
-    linears = sum(weights[layer] for layer in prepared.spec.all_linears())
-    return {
-        "source": prepared.recipe.model,
-        "name": prepared.checkpoint.name,
-        "family": prepared.spec.family.name,
-        "blocks": prepared.spec.layers,
-        "weights": sum(weights.values()),
-        "linear_weights": linears,
-        "tied_head": prepared.spec.tied,
-        "bytes": prepared.checkpoint.bytes,
-    }
-
-
-LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "gguf", "numpy", "datasets", "optimum")
-
-
-def environment(threads: int) -> dict[str, Any]:
-    """What the run ran on: without it no number means much."""
-    return {
-        "edgepress": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": cpu_model(),
-        "threads": threads,
-        "torch_threads": torch.get_num_threads(),
-        **{name: version(name) for name in LIBRARIES},
-    }
+def pin_rules(prepared: Prepared) -> Iterator[dict[str, Any]]:
+    """Each pattern of the recipe: what it fixes, and the layers that it names."""
+    recipe = prepared.recipe
+    schemes = {**dict.fromkeys(recipe.ignore), **recipe.pin}
+    for pattern, layers in match_layers(schemes, list(prepared.shapes)).items():
+        rule = "ignore" if pattern in recipe.ignore else "pin"
+        scheme = str(schemes[pattern] or FLOAT)
+        yield {"rule": rule, "pattern": pattern, "scheme": scheme, "count": len(layers), "layers": layers}
 
 
 @dataclass

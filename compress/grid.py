@@ -11,11 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.errors import InputError
 from compress.scheme import QuantScheme
 from compress.tensor import QuantizedTensor
 
 FP16_STEP = 2.0**-24
 """The smallest positive fp16 number: every fp16 number is a multiple of it."""
+FP16_MAX = 65504.0
+MAX_WEIGHT = 2.0**15
+"""The largest weight taken: half of what fp16 holds, so that the minima of all groups are fp16 numbers."""
 ASYMMETRIC_MANTISSA = 7
 SEARCH_STEPS = 24
 SEARCH_SPAN = (0.60, 1.05)
@@ -33,7 +37,7 @@ class Grid:
 
 
 def storable(scale: Tensor, scheme: QuantScheme) -> Tensor:
-    """The nearest scales that files hold exactly; zero (an all-zero group) becomes 1.
+    """The nearest scales that files hold exactly; zero (an all-zero group) becomes 1, too large becomes infinity.
 
     Symmetric: fp16. Asymmetric: 7 significant bits and a multiple of 2^-24, so that ``zero * scale`` is exact in
     fp16 as well, as formats that store the minimum need (docs/decisions/gguf-asymmetric-scales.md).
@@ -44,6 +48,7 @@ def storable(scale: Tensor, scheme: QuantScheme) -> Tensor:
         _, exponent = torch.frexp(scale)
         step = torch.exp2((exponent - ASYMMETRIC_MANTISSA).to(torch.float32)).clamp(min=FP16_STEP)
         rounded = torch.round(scale / step) * step
+        rounded = torch.where(rounded <= FP16_MAX, rounded, torch.inf)
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
 
 
@@ -101,14 +106,15 @@ class _Best:
         self.weight = None if importance is None else importance.clamp(min=0)
         self.error = torch.full(groups.shape[:-1], torch.inf)
         self.scale = torch.ones(groups.shape[:-1])
-        self.zero = torch.zeros(groups.shape[:-1])
+        self.zero = torch.full(groups.shape[:-1], float(scheme.midpoint if scheme.symmetric else 0))
 
     def offer(self, grid: Grid) -> None:
         """Take ``grid`` for the groups where it has the lower error."""
         codes = codes_of(self.groups, grid, self.scheme)
         square = codes.sub_(grid.zero[..., None]).mul_(grid.scale[..., None]).sub_(self.groups).square_()
         error = square.sum(-1) if self.weight is None else (square * self.weight).sum(-1)
-        better = error < self.error
+        # Never true for a scale or minimum beyond fp16: infinity times 0 is not a number.
+        better = (error < self.error) & ((grid.zero * grid.scale).abs() <= FP16_MAX)
         self.error = torch.where(better, error, self.error)
         self.scale = torch.where(better, grid.scale, self.scale)
         self.zero = torch.where(better, grid.zero, self.zero)
@@ -133,9 +139,19 @@ def split_groups(weight: Tensor, scheme: QuantScheme) -> Tensor:
 
 
 def round_to_nearest(
-    weight: Tensor, scheme: QuantScheme, importance: Tensor | None = None, search: bool = True
+    weight: Tensor, scheme: QuantScheme, importance: Tensor | None = None, search: bool = True, layer: str = ""
 ) -> QuantizedTensor:
-    """Quantise float32 ``weight [out, in]``, each weight on its own; ``importance [in]`` weighs the scale search."""
+    """Quantise float32 ``weight [out, in]``, each weight on its own; ``importance [in]`` weighs the scale search.
+
+    InputError, naming ``layer``, for weights that are not finite or too large for fp16 scales.
+    """
+    largest = float(torch.linalg.vector_norm(weight, torch.inf))
+    if not largest <= MAX_WEIGHT:
+        raise InputError(
+            f"weights up to {largest:g}; scales are fp16 numbers, which serve weights up to {MAX_WEIGHT:g}",
+            where=layer,
+            fix="leave the layer in floating point with ignore: [...]",
+        )
     groups = split_groups(weight, scheme)
     if importance is not None:
         importance = split_groups(importance[None], scheme)[0]

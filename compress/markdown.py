@@ -8,6 +8,7 @@ from compress.report import ArtifactRecord, Measurement, PassRecord, Performance
 from compress.units import duration, quantity, size
 
 WORST_LAYERS = 5
+FLOAT_LAYERS = 10
 
 
 def render(report: Report) -> str:
@@ -21,7 +22,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield ""
     yield (
         f"{model['weights'] / 1e6:.1f} M weights ({model['linear_weights'] / 1e6:.1f} M in linear layers), "
-        f"{size(model['bytes'])} at the source `{model['source']}`."
+        f"{size(model['bytes'])} at the source `{model['source']}`. "
+        f"{model['quantized_share']:.1%} of them are quantised{_left_in_float(model['float_layers'])}."
     )
     for warning in report.warnings:
         yield f"\n> **Warning:** {warning}"
@@ -38,6 +40,14 @@ def _lines(report: Report) -> Iterator[str]:
     yield from _section("Where the time went", _table(("step", "time"), [*times, ("total", duration(total))]))
     rows = [(key, str(value)) for key, value in report.environment.items()]
     yield from _section("Environment", _table(("", ""), rows))
+
+
+def _left_in_float(layers: Sequence[str]) -> str:
+    if not layers:
+        return ""
+    named = ", ".join(f"`{layer}`" for layer in layers[:FLOAT_LAYERS])
+    more = f" and {len(layers) - FLOAT_LAYERS} more" if len(layers) > FLOAT_LAYERS else ""
+    return f"; left in floating point: {named}{more}"
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:

@@ -10,6 +10,7 @@ U8 = NDArray[np.uint8]
 
 def pack_bits(codes: U8, bits: int) -> U8:
     """Pack ``codes [..., n]`` of 1, 2, 4 or 8 bits into ``[..., ceil(n * bits / 8)]`` bytes, low bits first."""
+    _check(bits)
     if bits == 8:
         return np.ascontiguousarray(codes)
     per_byte = 8 // bits
@@ -25,8 +26,14 @@ def pack_bits(codes: U8, bits: int) -> U8:
 
 def unpack_bits(packed: U8, bits: int, count: int) -> U8:
     """The first ``count`` codes of each row of ``packed [..., bytes]``: the inverse of :func:`pack_bits`."""
+    _check(bits)
     if bits == 8:
         return packed[..., :count]
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes = (packed[..., None] >> shifts) & np.uint8((1 << bits) - 1)
     return codes.reshape(*packed.shape[:-1], -1)[..., :count]
+
+
+def _check(bits: int) -> None:
+    if bits not in {1, 2, 4, 8}:
+        raise ValueError(f"codes of {bits} bits would straddle bytes")

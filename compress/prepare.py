@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,22 @@ from calibration.builtin import Part
 from calibration.errors import DataError
 from calibration.text import load_texts
 from calibration.windows import Windows, make_windows
+from compress import registry
 from compress.errors import InputError
+from compress.fields import plain
 from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import Decoder
 from compress.models.sources import open_model
 from compress.models.topology import DecoderSpec, describe
+from compress.protocols import SCOPES
 from compress.recipe import Calibration, Evaluate, Recipe, Step
+from compress.report import PassRecord
+from compress.runner.observe import LIBRARIES
 from compress.runner.threads import resolve_threads
 from compress.scheme import INT8_G32, QuantScheme
 from compress.session import CompressedModel, Progress, Session, no_progress
 from compress.store import Store
+from compress.units import size
 
 PARITY_WINDOWS = 2
 """Evaluation windows on which each artifact's logits are compared with the fake-quantised model."""
@@ -37,7 +44,11 @@ class Prepared:
     """A recipe that has met its model, and nothing is known to stand in the way."""
 
     recipe: Recipe
+    original: Checkpoint
     checkpoint: Checkpoint
+    """What is compressed: the original, or what the passes of scope "source" made of it."""
+    rewrites: tuple[PassRecord, ...]
+    """What those passes did."""
     spec: DecoderSpec
     shapes: Mapping[str, tuple[int, int]]
     pinned: Mapping[str, QuantScheme | None]
@@ -46,7 +57,7 @@ class Prepared:
     threads: int
 
     def of_scope(self, scope: str) -> list[Step]:
-        """The passes over the whole model, or those over one block at a time."""
+        """The passes over the checkpoint ("source"), over the whole model, or over one block at a time."""
         return [step for step in self.passes if step.value.scope == scope]
 
     @property
@@ -81,38 +92,79 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     Returns also a session without tokens, which holds the first plan, and remarks for the report.
     """
     threads = resolve_threads(recipe.measure.threads if recipe.measure else "auto")
-    checkpoint = open_model(recipe.model)
+    original, steps = open_model(recipe.model), in_order(recipe.passes)
+    checkpoint, rewrites = rewrite(original, steps)
     spec = describe(checkpoint.config, checkpoint.folder / "config.json")
     shapes = layer_shapes(checkpoint, spec)
     pinned: dict[str, QuantScheme | None] = {**dict.fromkeys(spec.ends, INT8_G32), **recipe.pinned(list(shapes))}
-    prepared = Prepared(recipe, checkpoint, spec, shapes, pinned, in_order(recipe.passes), threads)
+    prepared = Prepared(recipe, original, checkpoint, rewrites, spec, shapes, pinned, steps, threads)
     session = prepared.session(Path(), torch.zeros(0, 1, dtype=torch.int64), no_progress)
-    complaints: list[str] = []
+    complaints = [*_missing_runtimes(recipe), *_too_long(recipe, spec)]
+    unfit: list[str] = []
     remarks: list[str] = []
+    candidates = [plan for step in prepared.of_scope("model") for plan in step.value.candidates(session)]
     for step in recipe.export:
-        complaints += [f"{step.name}: {text}" for text in step.value.check(spec, session.plan, shapes)]
+        found = [text for plan in (session.plan, *candidates) for text in step.value.check(spec, plan, shapes)]
+        unfit += [f"{step.name}: {text}" for text in dict.fromkeys(found)]
         remarks += [f"{step.name}: {text}" for text in step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)]
-    for name, section in (("calibration", recipe.calibration), ("evaluate", recipe.evaluate)):
-        if section is not None and section.sequence_length > spec.max_positions:
-            complaints.append(
-                f"{name}.sequence_length: {section.sequence_length} tokens, and the model takes {spec.max_positions}"
-            )
-    if complaints:
+    if complaints or unfit:
         fix = "choose another scheme or exporter, or leave such layers in floating point with ignore: [...]"
-        raise InputError("\n".join(complaints), fix=fix)
+        raise InputError("\n".join(complaints + unfit), fix=fix if unfit else "")
     return prepared, session, remarks
 
 
-def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The passes so that each runs after those that write what it reads; otherwise as the recipe has them.
+def rewrite(checkpoint: Checkpoint, steps: Sequence[Step]) -> tuple[Checkpoint, tuple[PassRecord, ...]]:
+    """The checkpoint as the passes of scope "source" leave it, and what they did; nothing is computed yet."""
+    records = []
+    for step in steps:
+        if step.value.scope == "source":
+            # Its tensors are checked here: what is computed from them always has the right shapes.
+            Decoder(checkpoint)
+            checkpoint, summary = step.value.rewrite(checkpoint)
+            records.append(PassRecord(step.name, plain(step.value), 0.0, summary=summary))
+    return checkpoint, tuple(records)
 
-    InputError if two passes quantise, or passes wait for each other.
+
+def _missing_runtimes(recipe: Recipe) -> Iterator[str]:
+    """Artifacts that nothing here could run, which every run does."""
+    for step in recipe.export:
+        format_ = step.value.format
+        if format_ not in registry.names("runtimes"):
+            yield f"{step.name}: no runtime is known for the format {format_}, and each artifact is run"
+        elif (library := LIBRARIES.get(format_)) is not None and importlib.util.find_spec(library) is None:
+            yield f"{step.name}: {library}, which runs the artifact, is not installed: install it as the README says"
+
+
+def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
+    """Sequences beyond the model's positions."""
+    lengths = {"calibration.sequence_length": recipe.calibration.sequence_length}
+    if recipe.evaluate is not None:
+        lengths["evaluate.sequence_length"] = recipe.evaluate.sequence_length
+    if (measure := recipe.measure) is not None:
+        lengths["measure.prompt_tokens + generate_tokens"] = measure.prompt_tokens + measure.generate_tokens
+    for name, length in lengths.items():
+        if length > spec.max_positions:
+            yield f"{name}: {length} tokens, and the model takes {spec.max_positions}"
+
+
+def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The passes by scope, and in a scope so that each runs after those that write what it reads.
+
+    Otherwise they keep the recipe's order.
+    InputError if no pass or more than one quantises, or passes wait for each other.
     """
     quantisers = [step for step in steps if "quantized" in step.value.writes]
+    if not quantisers:
+        named = ", ".join(step.name for step in steps)
+        raise InputError(
+            f"no pass quantises, so every weight would stay in floating point; passes: {named}",
+            where="passes",
+            fix="add one that does: gptq, or rtn",
+        )
     if len(quantisers) > 1:
         lines = [f"{step.where or step.name}: writes quantised layers" for step in quantisers]
         raise InputError("only one pass can quantise\n" + "\n".join(lines), fix="keep one of them")
-    waiting, done = list(steps), []
+    waiting, done = sorted(steps, key=lambda step: SCOPES.index(step.value.scope)), []
     while waiting:
         ready = next((s for s in waiting if not any(_feeds(other, s) for other in waiting if other is not s)), None)
         if ready is None:
@@ -124,8 +176,9 @@ def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def _feeds(first: Step, second: Step) -> bool:
-    # Two transforms of the weights keep the recipe's order.
-    return bool((first.value.writes - second.value.writes) & second.value.reads)
+    # Scopes run one after another anyway. Two transforms of the weights keep the recipe's order.
+    handed_on = (first.value.writes - second.value.writes) & second.value.reads
+    return first.value.scope == second.value.scope and bool(handed_on)
 
 
 def layer_shapes(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, tuple[int, int]]:
@@ -185,31 +238,53 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Any, int | None]:
     return lambda texts: tokenizer(texts, add_special_tokens=False).input_ids, tokenizer.eos_token_id
 
 
-def check_room(prepared: Prepared, folder: Path) -> dict[str, int]:
+def check_room(prepared: Prepared, plan: Mapping[str, QuantScheme], folder: Path) -> dict[str, int]:
     """Disk and memory that the run will need, in bytes; InputError if there is clearly not enough of one."""
-    recipe, spec = prepared.recipe, prepared.spec
-    weights = sum(rows * columns for rows, columns in prepared.shapes.values())
-    largest = max(rows * columns for rows, columns in prepared.shapes.values())
-    logits = 0
-    if recipe.evaluate is not None:
-        window = recipe.evaluate.sequence_length * spec.vocab_size * FLOAT_BYTES
-        logits = window * (recipe.evaluate.windows + PARITY_WINDOWS)
-    disk = weights + logits + len(recipe.export) * weights
-    block = sum(prepared.shapes[layer][0] * prepared.shapes[layer][1] for layer in spec.block_linears(0))
-    activations = 0
-    if prepared.needs_tokens:
-        activations = recipe.calibration.samples * recipe.calibration.sequence_length * spec.hidden_size
-    memory = FLOAT_BYTES * (4 * block + 2 * largest + 3 * activations)
-    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    needed = {"disk_bytes": _disk_bytes(prepared, plan), "memory_bytes": _memory_bytes(prepared)}
+    parent = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     free_disk, free_memory = shutil.disk_usage(parent).free, psutil.virtual_memory().available
     problems = []
-    if disk > free_disk:
-        problems.append(f"disk: about {disk / 1e9:.1f} GB needed, {free_disk / 1e9:.1f} GB free at {parent}")
-    if memory > free_memory:
-        problems.append(f"memory: about {memory / 1e9:.1f} GB needed, {free_memory / 1e9:.1f} GB available")
+    if needed["disk_bytes"] > free_disk:
+        problems.append(f"disk: about {size(needed['disk_bytes'])} needed, {size(free_disk)} free at {parent}")
+    if needed["memory_bytes"] > free_memory:
+        problems.append(f"memory: about {size(needed['memory_bytes'])} needed, {size(free_memory)} available")
     if problems:
         raise InputError(
             "not enough room for this run\n" + "\n".join(problems),
             fix="write elsewhere with --out, or ask for fewer or shorter calibration samples and evaluation windows",
         )
-    return {"disk_bytes": disk, "memory_bytes": memory}
+    return needed
+
+
+def _disk_bytes(prepared: Prepared, plan: Mapping[str, QuantScheme]) -> int:
+    """What the work directory and the artifacts take, at most: a planner may still raise every layer to 8 bits."""
+    recipe, spec = prepared.recipe, prepared.spec
+    work = artifact = spec.max_positions * spec.head_dim * FLOAT_BYTES
+    for layer, (rows, columns) in prepared.shapes.items():
+        scheme = plan.get(layer)
+        if scheme is None:
+            artifact += rows * columns * FLOAT_BYTES
+        else:
+            # Codes take a byte each; a group has a scale (float32, in files fp16) and perhaps a zero point.
+            work += rows * (columns + 5 * scheme.groups(columns))
+            artifact += rows * (columns + 3 * scheme.groups(columns))
+    windows = PARITY_WINDOWS + (recipe.evaluate.windows if recipe.evaluate else 0)
+    return work + len(recipe.export) * artifact + windows * _logits_bytes(prepared)
+
+
+def _logits_bytes(prepared: Prepared) -> int:
+    """Of one evaluation window."""
+    section = prepared.recipe.evaluate or Evaluate()
+    return min(section.sequence_length, prepared.spec.max_positions) * prepared.spec.vocab_size * FLOAT_BYTES
+
+
+def _memory_bytes(prepared: Prepared) -> int:
+    """One block with its statistics, the largest layer, the hidden states of all windows, one window's logits."""
+    calibration, spec = prepared.recipe.calibration, prepared.spec
+    largest = max(rows * columns for rows, columns in prepared.shapes.values())
+    blocks = [[prepared.shapes[layer] for layer in spec.block_linears(index)] for index in range(spec.layers)]
+    block = max(sum(rows * columns for rows, columns in shapes) for shapes in blocks)
+    activations = 0
+    if prepared.needs_tokens:
+        activations = calibration.samples * calibration.sequence_length * spec.hidden_size
+    return FLOAT_BYTES * (4 * block + 2 * largest + 3 * activations) + 2 * _logits_bytes(prepared)

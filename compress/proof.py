@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from compress.errors import ParityError
@@ -18,6 +19,10 @@ from compress.session import CompressedModel, Progress
 from compress.workspace import folder_bytes
 
 MISMATCHES_SHOWN = 10
+REPORT_IT = "please report this with the recipe: it is our bug"
+STORED_EXACTLY = (torch.float32,)
+STORED_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""Types that a layer in floating point may be stored in."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,15 @@ class Evidence:
 
 
 def write_logits(decoder: Decoder, tokens: Tensor, path: Path, label: str, progress: Progress) -> None:
-    """Logits float32 [windows, length, vocab] of int64 ``tokens`` [windows, length] as an .npy file."""
+    """Logits float32 [windows, length, vocab] of int64 ``tokens`` [windows, length] as an .npy file. OSError passes."""
     shape = (*tokens.shape, decoder.spec.vocab_size)
-    out = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
-    with progress(label, decoder.spec.layers + len(tokens)) as advance:
-        for index, logits in enumerate(decoder.logits(tokens, advance)):
-            out[index] = logits.numpy()
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    # Not a memory map: on a full disk the first touch of its pages kills the process.
+    with path.open("wb") as file, progress(label, decoder.spec.layers + len(tokens)) as advance:
+        np.lib.format.write_array_header_2_0(file, header)
+        for logits in decoder.logits(tokens, advance):
+            file.write(logits.numpy().astype("<f4", order="C", copy=False).data)
             advance(1)
-    out.flush()
 
 
 def gather_evidence(
@@ -50,7 +56,7 @@ def gather_evidence(
     if prepared.recipe.evaluate is None:
         evidence = Evidence(evidence.tokens, None, evidence.parity)
     else:
-        original = Decoder(prepared.checkpoint)
+        original = Decoder(prepared.original)
         write_logits(original, tokens, evidence.reference or folder, "reference logits", progress)
     fake_quantised = Decoder(prepared.checkpoint, model.parameter)
     write_logits(fake_quantised, tokens[:PARITY_WINDOWS], evidence.parity, "logits to compare with", progress)
@@ -58,16 +64,18 @@ def gather_evidence(
 
 
 def read_back(model: CompressedModel, exporter: Exporter, artifact: Artifact, progress: Progress) -> list[str]:
-    """Layers whose weights in the file differ, in any bit, from what the passes chose."""
+    """Layers whose weights in the file differ, in any bit, from what the passes chose.
+
+    A layer in floating point must be what the model has, or that rounded to the nearest fp16 or bf16 numbers.
+    """
     layers, wrong, seen = list(model.layers()), [], set()
-    quantised = model.schemes
     with progress(f"reading {artifact.format} back", len(layers)) as advance:
         for layer, stored in exporter.read_back(artifact, layers):
             seen.add(layer)
-            if layer in quantised:
-                chosen = model.quantized(layer).dequantize().numpy()
-                if stored.shape != chosen.shape or not np.array_equal(stored, chosen):
-                    wrong.append(layer)
+            types = STORED_EXACTLY if layer in model.schemes else STORED_FLOATS
+            chosen = model.weight(layer)
+            if not any(np.array_equal(stored, chosen.to(kind).float().numpy()) for kind in types):
+                wrong.append(layer)
             advance(1)
     return wrong + [f"{layer} (not in the file)" for layer in layers if layer not in seen]
 
@@ -81,30 +89,23 @@ def prove(
     progress: Progress,
 ) -> ArtifactRecord:
     """Check and measure one artifact; ParityError if it is not what the passes chose."""
-    recipe = prepared.recipe
-    wrong = read_back(model, exporter, artifact, progress)
-    linears = set(prepared.spec.all_linears())
-    stored = exporter.inspect(artifact)
-    weights = sum(rows * columns for layer, (rows, columns) in prepared.shapes.items() if layer in linears)
-    bits = 8 * sum(item.bytes for item in stored if item.layer in linears) / weights
-    performance = None
-    if recipe.measure is not None:
-        performance = PerformanceSettings(
-            recipe.measure.prompt_tokens,
-            recipe.measure.generate_tokens,
-            recipe.measure.repeats,
-            str(evidence.tokens),
-            _weight_bytes_per_token(prepared, exporter, artifact),
+    try:
+        wrong = read_back(model, exporter, artifact, progress)
+    except KeyError as error:
+        raise ParityError(str(error.args[0]), where=artifact.format, fix=REPORT_IT) from error
+    if wrong:
+        shown = ", ".join(wrong[:MISMATCHES_SHOWN]) + (", ..." if len(wrong) > MISMATCHES_SHOWN else "")
+        raise ParityError(
+            f"{len(wrong)} of {len(prepared.shapes)} tensors read back by {exporter.reader} differ: {shown}",
+            where=artifact.format,
+            fix=REPORT_IT,
         )
-    reference = None if evidence.reference is None else str(evidence.reference)
-    quality = QualitySettings(str(evidence.tokens), reference, str(evidence.parity))
-    entry = str(artifact.path / artifact.entry)
-    found = run_job(Job(artifact.format, entry, prepared.threads, performance, quality), progress)
+    found = run_job(_job(prepared, exporter, artifact, evidence), progress)
     assert found.parity_kld is not None
     exact = found.exact_kld is not None
     parity = Parity(
         tensors=len(prepared.shapes),
-        mismatched=tuple(wrong),
+        mismatched=(),
         reader=exporter.reader,
         kld_mean=found.parity_kld if found.exact_kld is None else found.exact_kld,
         kld_limit=exporter.parity_kld,
@@ -114,35 +115,47 @@ def prove(
     )
     if not parity.passed:
         raise ParityError(
-            _explain(parity), where=artifact.format, fix="please report this with the recipe: it is our bug"
+            f"logits differ from the quantised torch model by {parity.kld_mean:.3g} nats over {parity.tokens} tokens; "
+            f"the limit is {parity.kld_limit:g}",
+            where=artifact.format,
+            fix=REPORT_IT,
         )
     return ArtifactRecord(
         artifact.format,
         artifact.path.name,
         folder_bytes(artifact.path),
-        bits,
+        _bits_per_weight(prepared, exporter, artifact),
         parity,
         found.quality,
         found.performance,
     )
 
 
+def _job(prepared: Prepared, exporter: Exporter, artifact: Artifact, evidence: Evidence) -> Job:
+    """What to find out about ``artifact`` in its own process."""
+    wanted = prepared.recipe.measure
+    performance = None
+    if wanted is not None:
+        performance = PerformanceSettings(
+            wanted.prompt_tokens,
+            wanted.generate_tokens,
+            wanted.repeats,
+            str(evidence.tokens),
+            _weight_bytes_per_token(prepared, exporter, artifact),
+        )
+    reference = None if evidence.reference is None else str(evidence.reference)
+    quality = QualitySettings(str(evidence.tokens), reference, str(evidence.parity))
+    return Job(artifact.format, str(artifact.path / artifact.entry), prepared.threads, performance, quality)
+
+
+def _bits_per_weight(prepared: Prepared, exporter: Exporter, artifact: Artifact) -> float:
+    """Bits that the file stores for the linear layers of the blocks, over the number of their weights."""
+    linears = set(prepared.spec.all_linears())
+    weights = sum(rows * columns for layer, (rows, columns) in prepared.shapes.items() if layer in linears)
+    return 8 * sum(item.bytes for item in exporter.inspect(artifact) if item.layer in linears) / weights
+
+
 def _weight_bytes_per_token(prepared: Prepared, exporter: Exporter, artifact: Artifact) -> int:
     """Bytes of weights that one decoding step reads: all but an embedding that is not also the head."""
     skipped = None if prepared.spec.tied else prepared.spec.family.embedding
     return sum(item.bytes for item in exporter.inspect(artifact) if item.layer is None or item.layer != skipped)
-
-
-def _explain(parity: Parity) -> str:
-    lines = []
-    if parity.mismatched:
-        shown = ", ".join(parity.mismatched[:MISMATCHES_SHOWN])
-        lines.append(
-            f"{len(parity.mismatched)} of {parity.tensors} tensors read back by {parity.reader} differ: {shown}"
-        )
-    if not parity.kld_mean <= parity.kld_limit:
-        lines.append(
-            f"logits differ from the quantised torch model by {parity.kld_mean:.3g} nats over {parity.tokens} tokens; "
-            f"the limit is {parity.kld_limit:g}"
-        )
-    return "\n".join(lines)

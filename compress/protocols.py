@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from compress.models.checkpoint import Checkpoint
     from compress.models.topology import DecoderSpec
     from compress.report import LayerRecord, PassRecord
     from compress.session import Block, CompressedModel, Session
@@ -33,6 +34,10 @@ class Planner(Protocol):
 
     def check(self, session: Session) -> Sequence[str]:
         """Complaints about this model, one an offender, before any work; empty when all is well."""
+        ...
+
+    def candidates(self, session: Session) -> Sequence[Mapping[str, QuantScheme]]:
+        """Plans that between them hold every scheme that each layer may get: exporters check them before any work."""
         ...
 
     def apply(self, session: Session) -> PassRecord:
@@ -59,7 +64,31 @@ class BlockPass(Protocol):
         ...
 
 
-Pass = Planner | BlockPass
+class SourcePass(Protocol):
+    """A pass that turns the checkpoint into another that computes the same, before anything else looks at it.
+
+    A frozen dataclass: its fields are its arguments in the recipe.
+    """
+
+    scope: ClassVar[Literal["source"]]
+    reads: ClassVar[frozenset[Resource]]
+    writes: ClassVar[frozenset[Resource]]
+
+    def rewrite(self, checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
+        """The other checkpoint, its tensors computed when they are read, and the summary for the report.
+
+        Its config may differ too (a head that is no longer the embedding). InputError for a model that it cannot take.
+        """
+        ...
+
+    def check(self, session: Session) -> Sequence[str]:
+        """Complaints about this model, one an offender, before any work; empty when all is well."""
+        ...
+
+
+Pass = SourcePass | Planner | BlockPass
+SCOPES = ("source", "model", "block")
+"""In the order in which they run."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "rtn": "compress.passes.rtn:Rtn",
             "gptq": "compress.passes.gptq:Gptq",
             "mixed": "compress.passes.mixed:Mixed",
+            "rotate": "compress.passes.rotate:Rotate",
         },
         "exporters": {
             "onnx": "exporters.onnx:OnnxExporter",

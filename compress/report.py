@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compress.errors import InputError
+
 SCHEMA = 1
 
 
@@ -44,6 +46,8 @@ class LayerRecord:
     fallback: str | None = None
     sensitivity: dict[str, float] | None = None
     """scheme -> predicted rise in KLD (nats a token) if this layer alone were rounded by it."""
+    alpha: float | None = None
+    """The exponent of the scales on this layer's inputs (Lin et al. 2024, eq. 5); None: they were not scaled."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +164,12 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read what :meth:`to_json` wrote."""
-        return decode(cls, json.loads(text))
+        """Read what :meth:`to_json` wrote; InputError for a report of another schema."""
+        content = json.loads(text)
+        schema = content.get("schema") if isinstance(content, dict) else None
+        if schema != SCHEMA:
+            raise InputError(f"a report of schema {schema}; this version reads schema {SCHEMA}")
+        return decode(cls, content)
 
     @classmethod
     def read(cls, path: Path) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
+    from compress.artifacts import Inspection
     from compress.protocols import StoredTensor
     from compress.report import ArtifactRecord, PassRecord, Performance, Quality, Report
     from compress.session import Advance, Progress
@@ -55,6 +57,8 @@ def show_report(report: Report) -> None:
         for gate in report.gates
     ]
     show_rows("Gates", ("gate", "artifact", "limit", "value", ""), gates)
+    if floats := report.model.get("float_layers"):
+        click.echo(f"{len(floats)} layers stay in floating point; report.json names them")
     for warning in report.warnings:
         click.echo(f"warning: {warning}")
 
@@ -94,15 +98,32 @@ def show_quality(quality: Quality) -> None:
     show_rows("Quality", ("what", "value"), rows)
 
 
-def show_tensors(tensors: Sequence[StoredTensor]) -> None:
-    """Every tensor of an artifact, and what each type takes."""
-    rows = [(item.name, item.type, "x".join(map(str, item.shape)), size(item.bytes)) for item in tensors]
-    show_rows("Tensors", ("tensor", "type", "shape", "size"), rows)
-    totals: dict[str, int] = {}
-    for item in tensors:
-        totals[item.type] = totals.get(item.type, 0) + item.bytes
-    show_rows("By type", ("type", "size"), [(kind, size(count)) for kind, count in totals.items()])
-    click.echo(f"{len(tensors)} tensors, {size(sum(totals.values()))}")
+def show_tensors(found: Inspection) -> None:
+    """Every tensor of an artifact or checkpoint, what each type takes, and the bits that a weight takes."""
+    rows = [
+        (item.name, item.type, "x".join(map(str, item.shape)), _per_weight([item]), size(item.bytes))
+        for item in found.tensors
+    ]
+    show_rows("Tensors", ("tensor", "type", "shape", "bits", "size"), rows)
+    types: dict[str, list[StoredTensor]] = {}
+    for item in found.tensors:
+        types.setdefault(item.type, []).append(item)
+    by_type = [
+        (kind, str(len(items)), _per_weight(items), size(sum(item.bytes for item in items)))
+        for kind, items in types.items()
+    ]
+    show_rows("By type", ("type", "tensors", "bits", "size"), by_type)
+    click.echo(f"{len(found.tensors)} tensors, {size(sum(item.bytes for item in found.tensors))} of data")
+    if found.linear_bits is not None:
+        click.echo(f"linear layers: {found.linear_bits:.3f} bits a weight, scales and zero points included")
+    if found.file_bits is not None:
+        click.echo(f"files: {size(found.file_bytes)}, {found.file_bits:.3f} bits for each weight of the model")
+
+
+def _per_weight(items: Sequence[StoredTensor]) -> str:
+    """Bits that one element takes."""
+    elements = sum(math.prod(item.shape) for item in items)
+    return f"{8 * sum(item.bytes for item in items) / elements:.2f}" if elements else "-"
 
 
 def show_record(title: str, record: Mapping[str, Any]) -> None:
@@ -165,12 +186,12 @@ def _is_table(value: Any) -> bool:
 
 
 def _cell(value: Any) -> str:
+    if value is None or (isinstance(value, Mapping | list | tuple) and not value):
+        return "-"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_cell(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(_cell, value))
-    if value is None:
-        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -16,7 +16,7 @@ def size(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as ms, s, or min and s."""
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 100:
         return f"{seconds:.1f} s"
@@ -30,4 +30,6 @@ def quantity(item: Measurement) -> str:
         return size(item.value)
     if item.unit == "s":
         return duration(item.value)
-    return f"{item.value:.3g} {item.unit}".rstrip()
+    # Three digits, and never an exponent for a number of four.
+    digits = f"{item.value:.3g}" if abs(item.value) < 999.5 else f"{item.value:.0f}"
+    return f"{digits} {item.unit}".rstrip()

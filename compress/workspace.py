@@ -7,11 +7,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from compress.errors import InputError
+from compress.units import size
 
 MANIFEST = "manifest.json"
 FULL = {27: "the file size limit is reached", 28: "the disk is full", 122: "the disk quota is used up"}
@@ -20,13 +21,21 @@ FULL = {27: "the file size limit is reached", 28: "the disk is full", 122: "the 
 
 def check_free(out: Path, overwrite: bool) -> None:
     """InputError if ``out`` cannot be written, or holds something that must not be replaced."""
-    if not out.exists():
+    place = out.resolve()
+    _check_parent(place)
+    if not place.exists():
         return
-    if not out.is_dir():
+    if not place.is_dir():
         raise InputError("this is a file; the output is a folder", where=str(out), fix="choose another --out")
-    if not any(out.iterdir()):
+    if place.is_mount():
+        raise InputError(
+            "this is a mount point, and a finished run takes its name by a rename",
+            where=str(out),
+            fix=f"choose a folder in it, as in --out {out / 'run'}",
+        )
+    if not any(place.iterdir()):
         return
-    if not (out / MANIFEST).is_file():
+    if not (place / MANIFEST).is_file():
         raise InputError(
             "the folder holds something that no run of compress wrote", where=str(out), fix="choose another --out"
         )
@@ -38,41 +47,64 @@ def check_free(out: Path, overwrite: bool) -> None:
         )
 
 
+def _check_parent(place: Path) -> None:
+    parent = next(folder for folder in place.parents if folder.exists())
+    if not parent.is_dir():
+        raise InputError("this is a file, not a folder to write into", where=str(parent), fix="choose another --out")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError("this folder may not be written to", where=str(parent), fix="choose another --out")
+
+
 @contextmanager
 def workspace(out: Path, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
     """A temporary folder beside ``out`` that takes its name when the context ends well, and vanishes when not.
 
-    A disk that is full becomes an InputError with the path and ``needed_bytes``.
+    Where ``out`` is a link, what it points to is replaced. A disk that is full becomes an InputError with the path
+    and ``needed_bytes``.
     """
     check_free(out, overwrite)
+    place = out.resolve()
+    made = [folder for folder in place.parents if not folder.exists()]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
     except OSError as error:
+        _remove_empty(made)
         raise InputError(
-            f"cannot write here: {error.strerror}", where=str(out.parent), fix="choose another --out"
+            f"cannot write here: {error.strerror}", where=str(place.parent), fix="choose another --out"
         ) from error
     try:
         with explain_full_disk(out, needed_bytes):
             yield partial
             _sync(partial)
-        _replace(partial, out)
+        # Hours may have passed: another run may have taken the name.
+        check_free(out, overwrite)
+        _replace(partial, place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if not place.exists():
+            _remove_empty(made)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Take back ``folders``, innermost first, as far as nobody has put anything into them."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 @contextmanager
 def explain_full_disk(out: Path, needed_bytes: int) -> Iterator[None]:
-    """Turn "no space left" into an InputError that says where, and how much is needed."""
+    """Turn "no space left" into an InputError that says where, how much is needed, and how much was free before."""
+    free = shutil.disk_usage(out.resolve().parent).free
     try:
         yield
     except Exception as error:
         reason = _full(error)
         if reason is None:
             raise
-        free = shutil.disk_usage(out.parent).free
         raise InputError(
-            f"{reason}: about {needed_bytes / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; nothing was written",
+            f"{reason}: about {size(needed_bytes)} needed, {size(free)} were free; nothing was written",
             where=str(out),
             fix="free some space, raise the limit, or choose another --out",
         ) from error
@@ -122,8 +154,9 @@ def _replace(partial: Path, out: Path) -> None:
     out.rename(old / "run")
     try:
         partial.rename(out)
-    except OSError:
-        (old / "run").rename(out)
+    except BaseException:
+        if not out.exists():
+            (old / "run").rename(out)
         raise
     finally:
         shutil.rmtree(old, ignore_errors=True)

@@ -16,12 +16,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto import AutoConfig
 
-from compress.models.checkpoint import Checkpoint
-from compress.models.topology import DecoderSpec, describe
+from compress.models.checkpoint import Checkpoint, check_tensors
+from compress.models.layout import Place, fuse, places
+from compress.models.topology import DecoderSpec, describe, explain_config
 
 Read = Callable[[str], Tensor]
 """A parameter by its checkpoint name, any dtype."""
 TOKENS_PER_FORWARD = 2048
+PLAIN_OUTPUT = {
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+    "return_dict": True,
+}
+"""Settings of a checkpoint's configuration that ask its forward for more, or for something else, than the result."""
 
 
 class _Recorder(nn.Module):
@@ -71,30 +79,57 @@ class Decoder:
         self.checkpoint = checkpoint
         self.spec: DecoderSpec = describe(checkpoint.config, checkpoint.folder / "config.json")
         self._read = read or checkpoint.tensor
-        config: PreTrainedConfig = AutoConfig.for_model(**checkpoint.config)
-        with init_empty_weights(include_buffers=False):
-            self._model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        config: PreTrainedConfig = AutoConfig.for_model(**{**checkpoint.config, **PLAIN_OUTPUT})
+        # The fused kernel knows no cap on the scores.
+        attention = "sdpa" if self.spec.scaling.attention_cap is None else "eager"
+        with explain_config(checkpoint.folder / "config.json"), init_empty_weights(include_buffers=False):
+            self._model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         self._model.eval().requires_grad_(False)
         self._inner = self._model.get_decoder()
         self._blocks: list[nn.Module] = list(self._inner.layers)
         self._arguments: tuple[int, list[dict[str, Any]]] = (0, [])
+        self._places = [self._places_in(index) for index in range(len(self._blocks))]
+        tied_head = f"{self.spec.family.head}.weight" if self.spec.tied else None
+        check_tensors(checkpoint, self._shapes(), tied_head, f"{self.spec.family.embedding}.weight")
+
+    def _places_in(self, index: int) -> dict[str, Place]:
+        block = self.spec.family.block.format(index=index)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._blocks[index].named_parameters()}
+        return places(self.spec.family, block, shapes)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor that the checkpoint must have."""
+        shapes = {name: tuple(self._model.get_parameter(name).shape) for name in self._outside()}
+        for block, where in zip(self._blocks, self._places, strict=True):
+            parameters = dict(block.named_parameters())
+            shapes |= {name: tuple(place.of(parameters[place.parameter]).shape) for name, place in where.items()}
+        return shapes
+
+    def _outside(self) -> list[str]:
+        """Parameters outside the blocks; a tied head is none."""
+        family = self.spec.family
+        blocks, tied_head = family.block.partition("{")[0], f"{family.head}.weight" if self.spec.tied else None
+        return [n for n, _ in self._model.named_parameters() if not n.startswith(blocks) and n != tied_head]
 
     def parameter(self, name: str) -> Tensor:
         """float32 parameter by checkpoint name."""
         return self._read(name).to(torch.float32)
 
     def block_tensors(self, index: int) -> dict[str, Tensor]:
-        """Every parameter of block ``index``, float32, by checkpoint name."""
-        prefix = self.spec.family.block.format(index=index) + "."
-        return {prefix + name: self.parameter(prefix + name) for name, _ in self._blocks[index].named_parameters()}
+        """Every tensor of block ``index``, float32, by checkpoint name."""
+        return {name: self.parameter(name) for name in self._places[index]}
+
+    def place(self, index: int, layer: str) -> Place:
+        """Where the weight of ``layer`` lies in the parameters of block ``index``, as transformers names them."""
+        return self._places[index][f"{layer}.weight"]
 
     @contextmanager
     def block(self, index: int, tensors: dict[str, Tensor] | None = None) -> Iterator[nn.Module]:
         """Block ``index`` with its weights (or ``tensors``, by checkpoint name) in memory while the context lasts."""
         module = self._blocks[index]
-        prefix = self.spec.family.block.format(index=index) + "."
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         values = self.block_tensors(index) if tensors is None else tensors
-        module.load_state_dict({n.removeprefix(prefix): t for n, t in values.items()}, strict=True, assign=True)
+        module.load_state_dict(fuse(self._places[index], values, shapes), strict=True, assign=True)
         module.requires_grad_(False)
         try:
             yield module
@@ -104,9 +139,7 @@ class Decoder:
     @contextmanager
     def _ends(self) -> Iterator[None]:
         """Embedding, final norm and head in memory while the context lasts."""
-        family = self.spec.family
-        blocks, tied_head = family.block.partition("{")[0], f"{family.head}.weight" if self.spec.tied else None
-        outside = [n for n, _ in self._model.named_parameters() if not n.startswith(blocks) and n != tied_head]
+        outside = self._outside()
         self._assign({name: self.parameter(name) for name in outside})
         try:
             yield

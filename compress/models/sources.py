@@ -8,6 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from compress.errors import InputError, nearest
 from compress.models.checkpoint import Checkpoint, open_checkpoint
 
@@ -23,7 +25,10 @@ def open_model(model: str) -> Checkpoint:
     """Open ``builtin:NAME``, a folder, or a hub id (``org/name``, fetched on the first use)."""
     if model.startswith("builtin:"):
         return _builtin(model.removeprefix("builtin:"))
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:
+        raise InputError("no such user", where=model, fix="give the folder's whole path") from error
     if path.suffix == ".gguf":
         raise InputError(
             "a GGUF file cannot be the source model", where=model, fix="give the original checkpoint folder"
@@ -37,16 +42,16 @@ def cache_folder() -> Path:
     """``$EDGEPRESS_CACHE``, or ``edgepress`` in the user's cache folder."""
     if own := os.environ.get("EDGEPRESS_CACHE"):
         return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "edgepress"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "edgepress"
 
 
 def _hub(model: str) -> Checkpoint:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         folder = snapshot_download(model, allow_patterns=["*.safetensors*", "*.json", "*.jinja", "*.model", "*.txt"])
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HFValidationError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"no folder of that name, and the model hub did not give it: {reason}",
@@ -63,21 +68,34 @@ def _builtin(name: str) -> Checkpoint:
         )
     folder = cache_folder() / "builtin" / f"{name}-v{CONVERSION}"
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+        gguf = _builtin_gguf(name)
         try:
-            from compress.models.builtin import convert_llama_gguf
-
-            convert_llama_gguf(_builtin_gguf(name), partial)
-            try:
-                partial.rename(folder)
-            except OSError:
-                # Another process finished the same conversion first.
-                if not folder.is_dir():
-                    raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            _convert(gguf, folder)
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"the builtin model cannot be converted here (it needs 550 MB once): {error}",
+                where=str(folder),
+                fix="set EDGEPRESS_CACHE to a folder with room",
+            ) from error
     return open_checkpoint(folder, BUILTIN[name])
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Convert into a temporary folder that takes the name ``folder`` when it is complete."""
+    from compress.models.builtin import convert_llama_gguf
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        convert_llama_gguf(gguf, partial)
+        try:
+            partial.rename(folder)
+        except OSError:
+            # Another process finished the same conversion first.
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _builtin_gguf(name: str) -> Path:

@@ -7,6 +7,7 @@ as they are when its turn comes, weighing each column by what an error in it wou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 COLUMNS_AT_ONCE = 128
 DAMPING_STEP, DAMPING_MAX = 10.0, 1.0
+TOKENS_PER_COLUMN = 2
+"""An expert that fewer tokens reach is rounded: its Hessian tells more of those tokens than of the layer."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Gptq:
                 together.setdefault((id(block.inputs.get(layer)), scheme), []).append(layer)
         records = {}
         for (_, scheme), layers in together.items():
-            solve = self._plain if block.inputs.get(layers[0]) is None else self._solve
+            stats = block.inputs.get(layers[0])
+            solve = self._plain if stats is None else self._rare if is_rare(stats) else self._solve
             for record in solve(session, block, layers, scheme):
                 records[record.layer] = record
         return [records[layer] for layer in block.weights if layer in records]
@@ -73,9 +77,27 @@ class Gptq:
 
         records = []
         for layer in layers:
-            block.quantized[layer] = round_to_nearest(block.weights[layer], scheme)
+            block.quantized[layer] = round_to_nearest(block.weights[layer], scheme, layer=layer)
             bytes_ = scheme.stored_bits(session.shapes[layer]) // 8
             records.append(LayerRecord(layer, str(scheme), bytes_))
+        return records
+
+    def _rare(self, session: Session, block: Block, layers: list[str], scheme: QuantScheme) -> list[LayerRecord]:
+        """An expert that few tokens were routed to, or none: plain rounding, the scales searched for those tokens."""
+        from compress.grid import output_error, round_to_nearest
+
+        stats = block.inputs[layers[0]]
+        seen, error = stats.tokens > 0, None
+        reason = f"plain rounding: {stats.tokens} tokens for {len(stats.gram)} columns"
+        records = []
+        for layer in layers:
+            weight = block.weights[layer]
+            chosen = round_to_nearest(weight, scheme, stats.importance if seen else None, layer=layer)
+            if seen:
+                error = output_error(weight, chosen.dequantize(), stats.gram)
+            block.quantized[layer] = chosen
+            bytes_ = scheme.stored_bits(session.shapes[layer]) // 8
+            records.append(LayerRecord(layer, str(scheme), bytes_, stats.tokens, None, error, error, reason))
         return records
 
     def _solve(self, session: Session, block: Block, layers: list[str], scheme: QuantScheme) -> list[LayerRecord]:
@@ -87,7 +109,7 @@ class Gptq:
         factor, used = inverse_factor(stats, self.damping, layers)
         rows = torch.cat([block.weights[layer] for layer in layers])
         solved = quantize_with_feedback(rows, scheme, factor, stats.importance, self.order)
-        plain = round_to_nearest(rows, scheme, stats.importance)
+        plain = round_to_nearest(rows, scheme, stats.importance, layer=", ".join(layers))
         records, start = [], 0
         for layer in layers:
             weight = block.weights[layer]
@@ -105,6 +127,11 @@ class Gptq:
             fallback = "; ".join(notes) or None
             records.append(LayerRecord(layer, str(scheme), bytes_, stats.tokens, used, error, rounding_error, fallback))
         return records
+
+
+def is_rare(stats: InputStats) -> bool:
+    """Whether the layer belongs to an expert that saw too few tokens for a Hessian."""
+    return stats.routed and stats.tokens < TOKENS_PER_COLUMN * len(stats.gram)
 
 
 def _rows(whole: QuantizedTensor, rows: slice) -> QuantizedTensor:
@@ -125,6 +152,12 @@ def inverse_factor(stats: InputStats, damping: float, layers: Sequence[str]) -> 
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     mean = float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0
+    if not math.isfinite(mean):
+        raise InputError(
+            "the layer's inputs are not finite: no damping can mend that",
+            where=", ".join(layers),
+            fix="look for overflow in the layers before it",
+        )
     diagonal[dead] = mean
     used = damping
     while True:
@@ -142,7 +175,8 @@ def inverse_factor(stats: InputStats, damping: float, layers: Sequence[str]) -> 
                 where=", ".join(layers),
                 fix="give more calibration samples, or gptq: {damping: 0.01} or more",
             )
-        used *= DAMPING_STEP
+        # Without the last digits' noise, since reports show it.
+        used = float(f"{used * DAMPING_STEP:.12g}")
 
 
 def quantize_with_feedback(

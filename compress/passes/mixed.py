@@ -9,22 +9,28 @@ scheme a layer, bits under the target, least total divergence.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.protocols import Resource
 from compress.report import LayerRecord, PassRecord
 from compress.scheme import QuantScheme
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from compress.session import Session
 
 FLOAT_BITS = 32
 """What a layer left in floating point counts for: the widest that an artifact stores."""
+GAP = 1e-6
+"""Share of the loss by which the solver may miss the best plan."""
+ROOM_SCALE = 1e6
 
 
 @dataclass(frozen=True)
@@ -53,17 +59,25 @@ class Mixed:
     def check(self, session: Session) -> Sequence[str]:
         """Refuse a target below what the cheapest choice needs."""
         fixed, weights = self._fixed_bits(session)
-        free = [session.shapes[layer] for layer in self._free(session)]
-        least = (fixed + sum(min(c.stored_bits(shape) for c in self.choices) for shape in free)) / max(weights, 1)
-        if least <= self.target_bits:
-            # A first, cheapest plan: exporters check it before any work.
-            for layer in self._free(session):
-                session.plan[layer] = min(self.choices, key=lambda c: c.stored_bits(session.shapes[layer]))
+        layers = self._free(session)
+        if not layers:
+            return ["mixed: the recipe fixes every linear layer: there is nothing to choose"]
+        # A first, cheapest plan: exporters check it before any work.
+        for layer in layers:
+            session.plan[layer] = min(self.choices, key=lambda c: c.stored_bits(session.shapes[layer]))
+        least = fixed + sum(session.plan[layer].stored_bits(session.shapes[layer]) for layer in layers)
+        if least <= self._budget(weights):
             return []
+        # Rounded up: the number in the message must itself be reachable.
+        shown = math.ceil(Fraction(least, weights) * 1000) / 1000
         return [
             f"mixed.target_bits: {self.target_bits:g} bits a weight cannot be reached with "
-            f"{', '.join(map(str, self.choices))}: the least is {least:.3f} (codes, scales, zero points, pinned layers)"
+            f"{', '.join(map(str, self.choices))}: the least is {shown:.3f} (codes, scales, zero points, pinned layers)"
         ]
+
+    def candidates(self, session: Session) -> list[dict[str, QuantScheme]]:
+        """One plan a choice."""
+        return [dict.fromkeys(self._free(session), choice) for choice in self.choices]
 
     def apply(self, session: Session) -> PassRecord:
         """Measure, solve, write the plan."""
@@ -72,8 +86,7 @@ class Mixed:
         loss = self._sensitivity(session, layers)
         fixed, weights = self._fixed_bits(session)
         bits = [[choice.stored_bits(session.shapes[layer]) for choice in self.choices] for layer in layers]
-        budget = int(self.target_bits * weights) - fixed
-        picked = solve([loss[layer] for layer in layers], bits, budget)
+        picked = solve([loss[layer] for layer in layers], bits, self._budget(weights) - fixed)
         for layer, choice in zip(layers, picked, strict=True):
             session.plan[layer] = self.choices[choice]
         used = fixed + sum(row[choice] for row, choice in zip(bits, picked, strict=True))
@@ -92,6 +105,7 @@ class Mixed:
             summary={
                 "target_bits": self.target_bits,
                 "achieved_bits": used / weights,
+                "windows": min(self.samples, len(session.tokens)),
                 "layers_per_scheme": {str(c): picked.count(i) for i, c in enumerate(self.choices)},
                 "predicted_kld": sum(loss[layer][choice] for layer, choice in zip(layers, picked, strict=True)),
                 "predicted_kld_uniform": {
@@ -103,6 +117,10 @@ class Mixed:
     def _free(self, session: Session) -> list[str]:
         linears = set(session.decoder.spec.all_linears())
         return [layer for layer in session.free_layers() if layer in linears]
+
+    def _budget(self, weights: int) -> int:
+        """Bits that ``weights`` weights may take. The target is the decimal that the recipe says, not its float."""
+        return math.floor(Fraction(str(self.target_bits)) * weights)
 
     def _fixed_bits(self, session: Session) -> tuple[int, int]:
         """(bits of the pinned linears, weights of all linears)."""
@@ -119,40 +137,72 @@ class Mixed:
         """layer -> predicted KLD (nats a token) of rounding it by each choice."""
         from compress.grid import round_to_nearest
 
-        wanted, loss = set(layers), {}
-        for name, weight, fisher in fisher_information(session, self.samples, wanted):
-            loss[name] = [
-                0.5 * float((fisher * (round_to_nearest(weight, choice).dequantize() - weight).square()).sum())
-                for choice in self.choices
-            ]
+        loss: dict[str, list[float]] = {}
+        for name, weight, fisher in fisher_information(session, self.samples, set(layers)):
+            loss[name] = []
+            for choice in self.choices:
+                error = round_to_nearest(weight, choice, layer=name).dequantize() - weight
+                loss[name].append(0.5 * float((fisher * error.square()).sum()))
         return {layer: loss[layer] for layer in layers}
 
 
 def solve(loss: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], budget: int) -> list[int]:
-    """The choice for each layer with the least total loss and total bits <= budget (mixed-integer program, exact)."""
+    """The choice for each layer with the least total loss and total bits <= budget (mixed-integer program, exact).
+
+    Within a millionth of the loss above the sum of every layer's least; ValueError if no choice fits.
+    """
+    import numpy as np
+
+    cost, size = np.array(loss, dtype=np.float64), np.array(bits, dtype=np.int64)
+    cost -= cost.min(axis=1, keepdims=True)
+    spare = budget - int(size.min(axis=1).sum())
+    if spare < 0:
+        raise ValueError(f"no choice of schemes fits {budget} bits")
+    size -= size.min(axis=1, keepdims=True)
+    # In units that all sizes share the numbers are small, and the solver's absolute tolerances are harmless.
+    unit = max(int(np.gcd.reduce(size.ravel())), 1)
+    size, spare = size // unit, spare // unit
+    rows = np.arange(len(cost))
+    best = np.lexsort((cost, size), axis=1)[:, 0]
+    room = spare
+    while (total := float(cost[rows, best].sum())) > 0 and room >= 0:
+        # What costs more than the best so far is out; the rest, scaled to it, is within the solver's precision.
+        found = _milp(cost / total, size, room, (cost <= total) & (size <= room))
+        if found is None:
+            break
+        excess = int(size[rows, found].sum()) - spare
+        if excess > 0:
+            room -= excess
+        elif cost[rows, found].sum() < (1 - GAP) * total:
+            best = found
+        else:
+            break
+    picked: list[int] = best.tolist()
+    return picked
+
+
+def _milp(cost: NDArray[Any], size: NDArray[Any], room: int, allowed: NDArray[Any]) -> NDArray[Any] | None:
+    """The option of each row with the least cost and total size <= room, to the solver's tolerances; None if none."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 
-    layers, choices = len(loss), len(loss[0])
-    cost = np.array(loss, dtype=np.float64).ravel()
-    size = np.array(bits, dtype=np.float64).ravel()
-    columns = np.arange(layers * choices)
-    one_each = coo_array((np.ones(layers * choices), (columns // choices, columns)))
+    columns = np.arange(cost.size)
+    one_each = coo_array((np.ones(cost.size), (columns // cost.shape[1], columns)))
+    scale = max(room / ROOM_SCALE, 1.0)
     found = milp(
-        cost / max(cost.max(), 1e-300),
-        integrality=np.ones(layers * choices),
-        bounds=Bounds(0, 1),
+        np.where(allowed, cost, 0.0).ravel(),
+        integrality=np.ones(cost.size),
+        bounds=Bounds(0, allowed.ravel().astype(np.float64)),
         constraints=[
             LinearConstraint(one_each, 1, 1),
-            # Scaled to the budget: the solver's tolerances are absolute.
-            LinearConstraint(size[None] / max(budget, 1), -np.inf, 1.0),
+            LinearConstraint(np.where(allowed, size, 0).reshape(1, -1) / scale, -np.inf, room / scale),
         ],
-        options={"mip_rel_gap": 1e-6},
+        options={"mip_rel_gap": GAP},
     )
     if found.x is None:
-        raise ValueError(f"no choice of schemes fits {budget} bits")
-    picked: list[int] = np.argmax(found.x.reshape(layers, choices), axis=1).tolist()
+        return None
+    picked: NDArray[Any] = np.argmax(found.x.reshape(cost.shape), axis=1)
     return picked
 
 
@@ -179,23 +229,23 @@ def fisher_information(session: Session, samples: int, wanted: set[str]) -> Iter
             tensors = decoder.block_tensors(index)
             inputs = entering.pop()
             with decoder.block(index, tensors) as module:
-                prefix = decoder.spec.family.block.format(index=index) + "."
-                weights = {
-                    layer: module.get_parameter(f"{layer.removeprefix(prefix)}.weight").requires_grad_(True)
-                    for layer in decoder.spec.block_linears(index)
-                    if layer in wanted
+                # The experts of a block are parts of one parameter.
+                places = {
+                    layer: decoder.place(index, layer) for layer in decoder.spec.block_linears(index) if layer in wanted
                 }
-                fisher = {layer: torch.zeros_like(weight) for layer, weight in weights.items()}
+                names = dict.fromkeys(place.parameter for place in places.values())
+                weights = {name: module.get_parameter(name).requires_grad_(True) for name in names}
+                fisher = {name: torch.zeros_like(weight) for name, weight in weights.items()}
                 for window in range(len(tokens)):
                     entered = inputs[window : window + 1].requires_grad_(True)
                     left = decoder.run_block(index, module, entered)
                     leaves = [entered, *weights.values()]
                     entering_gradient, *found = torch.autograd.grad(left, leaves, gradient[window : window + 1])
-                    for layer, part in zip(weights, found, strict=True):
-                        fisher[layer].addcmul_(part, part, value=1.0 / tokens.numel())
+                    for name, part in zip(weights, found, strict=True):
+                        fisher[name].addcmul_(part, part, value=1.0 / tokens.numel())
                     gradient[window : window + 1] = entering_gradient
-                for layer, weight in weights.items():
-                    yield layer, weight.detach(), fisher[layer]
+                for layer, place in places.items():
+                    yield layer, place.of(weights[place.parameter].detach()), place.of(fisher[place.parameter])
             advance(1)
 
 

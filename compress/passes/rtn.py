@@ -42,7 +42,7 @@ class Rtn:
         for layer, weight in block.weights.items():
             if (scheme := session.plan.get(layer)) is None:
                 continue
-            block.quantized[layer] = round_to_nearest(weight, scheme, search=self.search)
+            block.quantized[layer] = round_to_nearest(weight, scheme, search=self.search, layer=layer)
             bytes_ = scheme.stored_bits(session.shapes[layer]) // 8
             records.append(LayerRecord(layer, str(scheme), bytes_))
         return records

@@ -49,8 +49,10 @@ class GgufExporter:
         self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]
     ) -> Sequence[str]:
         """Complaints (layer, shape, why, and what would do), one an offender, before any work."""
-        from exporters.gguf.families import spec_complaints
+        from exporters.gguf.families import GGUF_FAMILIES, spec_complaints
 
+        if spec.family.name not in GGUF_FAMILIES:
+            return spec_complaints(spec)
         stored = (complaint(layer, shapes[layer], scheme) for layer, scheme in plan.items())
         return [*spec_complaints(spec), *(text for text in stored if text)]
 

@@ -22,6 +22,9 @@ _CHANNEL_BLOCKS = (256, 128, 64, 32)
 _MAX_BLOCK_2BIT = 128
 """Above it (and below 32) the 2-bit kernel with 8-bit activations does not exist: fp32 runs instead, silently."""
 
+FAMILIES = ("llama",)
+"""Families whose graph the exporter builds."""
+
 STATIC_ROPE = ("default", "linear", "dynamic", "yarn", "llama3")
 """Rotary types whose frequencies do not depend on the length of the input up to ``max_positions``."""
 
@@ -83,6 +86,8 @@ def complaints(
     accuracy_level: int,
 ) -> list[str]:
     """Everything in this model and plan that the graph could not compute, one an offender."""
+    if spec.family.name not in FAMILIES:
+        return [f"the ONNX exporter does not know the family '{spec.family.name}'; it knows {', '.join(FAMILIES)}"]
     found = []
     if spec.head_dim % 8:
         found.append(f"head size {spec.head_dim}: GroupQueryAttention needs a multiple of 8")

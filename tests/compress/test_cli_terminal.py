@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from compress import terminal
+from compress.artifacts import Inspection
 from compress.protocols import StoredTensor
 from compress.report import (
     ArtifactRecord,
@@ -34,7 +35,7 @@ PERFORMANCE = Performance(
     threads=2,
     foreign_load=0.25,
 )
-PARITY = Parity(211, (), "gguf-py", 0.001, 0.008, 100)
+PARITY = Parity(211, (), "gguf-py", 0.001, 0.008, 100, exact=False, kld_as_run=0.001)
 
 
 def report() -> Report:
@@ -67,17 +68,27 @@ def test_speed_and_quality_are_shown_with_what_they_rest_on(capsys: pytest.Captu
         assert text in shown
 
 
-def test_tensors_are_listed_and_added_up(capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = [
-        StoredTensor("a", "Q4_0", (64, 32), 1500),
-        StoredTensor("b", "Q4_0", (2,), 500),
+def test_tensors_are_listed_with_their_bits_and_added_up(capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = (
+        StoredTensor("a", "Q4_0", (64, 32), 1152, "model.layers.0.mlp.up_proj"),
+        StoredTensor("b", "Q4_0", (32, 32), 576, "lm_head"),
         StoredTensor("c", "F32", (), 4),
-    ]
-    terminal.show_tensors(tensors)
+        StoredTensor("d", "F32", (0, 5), 0),
+    )
+    terminal.show_tensors(Inspection("gguf", "x.gguf", tensors, file_bytes=3072))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["a", "Q4_0", "64x32", "1.5", "kB"] in lines
-    assert ["Q4_0", "2.0", "kB"] in lines
-    assert ["3", "tensors,", "2.0", "kB"] in lines
+    assert ["a", "Q4_0", "64x32", "4.50", "1.2", "kB"] in lines
+    assert ["c", "F32", "32.00", "4", "B"] in lines
+    assert ["d", "F32", "0x5", "-", "0", "B"] in lines
+    assert ["Q4_0", "2", "4.50", "1.7", "kB"] in lines
+    assert ["4", "tensors,", "1.7", "kB", "of", "data"] in lines
+    assert lines[-2][:3] == ["linear", "layers:", "4.500"]
+    assert lines[-1][:4] == ["files:", "3.1", "kB,", "8.000"]
+
+
+def test_files_of_unknown_layers_have_no_bits_per_weight(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.show_tensors(Inspection("gguf", "x.gguf", (StoredTensor("a", "F32", (2,), 8),), file_bytes=3072))
+    assert capsys.readouterr().out.splitlines()[-1] == "1 tensors, 8 B of data"
 
 
 @pytest.mark.parametrize(

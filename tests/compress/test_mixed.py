@@ -1,0 +1,307 @@
+"""Mixed precision: the sensitivities are the model's own, the plan is the best there is, the budget is kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compress.grid import round_to_nearest
+from compress.models.checkpoint import open_checkpoint
+from compress.models.decoder import Decoder
+from compress.passes.mixed import FLOAT_BITS, Mixed, fisher_information, solve
+from compress.report import PassRecord
+from compress.scheme import INT8_G32, QuantScheme
+from compress.session import Session
+from compress.store import Store
+from tests.reference.mixed import INFINITY, best_plan, fisher
+from tests.support import mean_kld, tiny_llama
+
+Plan = Mapping[str, QuantScheme | None]
+
+
+def parse(*texts: str) -> tuple[QuantScheme, ...]:
+    return tuple(map(QuantScheme.parse, texts))
+
+
+TWO = parse("int4-g32", "int8-g32")
+THREE = parse("int2-g32", "int4-g32", "int8-g32-asym")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("mixed") / "tiny")
+
+
+def tokens_of(windows: int, length: int = 24) -> torch.Tensor:
+    return torch.randint(0, 281, (windows, length), generator=torch.Generator().manual_seed(7))
+
+
+def session_for(folder: Path, pinned: Plan | None = None, windows: int = 4, seed: int = 3) -> Session:
+    decoder = Decoder(open_checkpoint(folder))
+    spec = decoder.spec
+    layers = [spec.ends[0], *spec.all_linears(), *spec.ends[1:]]
+    found = {layer: decoder.checkpoint.shape(f"{layer}.weight") for layer in layers}
+    shapes = {layer: (shape[0], shape[1]) for layer, shape in found.items()}
+    fixed: Plan = {**dict.fromkeys(spec.ends, INT8_G32), **(pinned or {})}
+    plan = {layer: scheme for layer, scheme in fixed.items() if scheme is not None}
+    return Session(decoder, tokens_of(windows), Store(Path()), shapes, fixed, plan, seed)
+
+
+def run(session: Session, step: Mixed) -> PassRecord:
+    assert step.check(session) == []
+    return step.apply(session)
+
+
+# --- the solver
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], int]:
+    layers, choices = draw(st.integers(1, 5)), draw(st.integers(2, 4))
+    size = st.integers(1, 10 ** draw(st.integers(1, 10)))
+    # Losses of very different magnitudes: a sensitive layer must not hide the others.
+    value = st.one_of(st.floats(0, 10), st.floats(-12, 4).map(lambda exponent: 10.0**exponent))
+    loss = [[draw(value) for _ in range(choices)] for _ in range(layers)]
+    bits = [[draw(size) for _ in range(choices)] for _ in range(layers)]
+    plan = [draw(st.integers(0, choices - 1)) for _ in range(layers)]
+    slack = draw(st.integers(-2, 2))
+    return loss, bits, sum(row[choice] for row, choice in zip(bits, plan, strict=True)) + slack
+
+
+@settings(deadline=None, max_examples=150)
+@given(instances())
+def test_the_solver_finds_what_trying_everything_finds(
+    instance: tuple[list[list[float]], list[list[int]], int],
+) -> None:
+    loss, bits, budget = instance
+    best, _ = best_plan(loss, bits, budget)
+    if best == INFINITY:
+        with pytest.raises(ValueError, match="no choice of schemes fits"):
+            solve(loss, bits, budget)
+        return
+    picked = solve(loss, bits, budget)
+    assert sum(row[choice] for row, choice in zip(bits, picked, strict=True)) <= budget
+    found = sum(row[choice] for row, choice in zip(loss, picked, strict=True))
+    assert found <= best * (1 + 1e-5) + 1e-300
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from([(64, 64), (32, 64), (96, 64), (64, 96), (7, 50)]), min_size=1, max_size=5), st.data())
+def test_real_shapes_and_schemes_are_solved_too(shapes: list[tuple[int, int]], data: st.DataObject) -> None:
+    bits = [[scheme.stored_bits(shape) for scheme in THREE] for shape in shapes]
+    loss = [[data.draw(st.floats(1e-6, 1.0)) * 4.0**-scheme.bits for scheme in THREE] for _ in shapes]
+    least, most = (sum(pick(row) for row in bits) for pick in (min, max))
+    budget = data.draw(st.integers(least, most))
+    picked = solve(loss, bits, budget)
+    best, _ = best_plan(loss, bits, budget)
+    assert sum(row[choice] for row, choice in zip(bits, picked, strict=True)) <= budget
+    assert sum(row[choice] for row, choice in zip(loss, picked, strict=True)) <= best * (1 + 1e-5)
+
+
+def test_one_bit_too_few_is_too_few_even_among_billions() -> None:
+    bits = [[4_000_000_001, 8_000_000_003]] * 10
+    exact = 9 * bits[0][0] + bits[0][1]
+    loss = [[1.0, 0.0]] * 10
+    assert sum(solve(loss, bits, exact)) == 1
+    assert sum(solve(loss, bits, exact - 1)) == 0
+
+
+# --- the sensitivities
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "num_hidden_layers": 3}]
+)
+def test_fisher_information_is_that_of_the_whole_model(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    folder = tiny_llama(tmp_path / "tiny", **overrides)
+    session = session_for(folder)
+    layers = list(session.decoder.spec.all_linears())
+    expected = fisher(folder, session.tokens[:3], layers, session.seed)
+    seen = []
+    for layer, weight, found in fisher_information(session, 3, set(layers)):
+        seen.append(layer)
+        assert torch.equal(weight, session.decoder.parameter(f"{layer}.weight"))
+        assert not weight.requires_grad
+        scale = float(expected[layer].max())
+        torch.testing.assert_close(found.double(), expected[layer], rtol=1e-3, atol=1e-6 * scale)
+    assert sorted(seen) == sorted(layers)
+    assert not [name for name, parameter in session.decoder._model.named_parameters() if not parameter.is_meta]
+
+
+def test_only_wanted_layers_are_measured(folder: Path) -> None:
+    session = session_for(folder)
+    wanted = {"model.layers.1.mlp.up_proj", "model.layers.0.self_attn.k_proj"}
+    assert [name for name, _, _ in fisher_information(session, 2, wanted)] == [
+        "model.layers.1.mlp.up_proj",
+        "model.layers.0.self_attn.k_proj",
+    ]
+
+
+@pytest.mark.parametrize("layer", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj"])
+def test_predicted_divergence_is_near_the_real_one(folder: Path, layer: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    session = session_for(folder, windows=64)
+    ((_, weight, information),) = fisher_information(session, 64, {layer})
+    rounded = round_to_nearest(weight, QuantScheme.parse("int4-g32")).dequantize()
+    predicted = 0.5 * float((information * (rounded - weight).square()).sum())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        original = model(session.tokens).logits
+        model.get_parameter(f"{layer}.weight").copy_(rounded)
+        real = mean_kld(original, model(session.tokens).logits)
+    assert predicted == pytest.approx(real, rel=0.25)
+
+
+# --- the pass
+
+
+def bits_of(session: Session) -> Fraction:
+    """Average over the block linears, from the plan alone."""
+    total = weights = 0
+    for layer in session.decoder.spec.all_linears():
+        rows, columns = session.shapes[layer]
+        weights += rows * columns
+        scheme = session.plan.get(layer)
+        total += rows * columns * FLOAT_BITS if scheme is None else scheme.stored_bits((rows, columns))
+    return Fraction(total, weights)
+
+
+@pytest.mark.parametrize(
+    ("target", "choices"), [(4.5, TWO), (5.3, TWO), (8.5, TWO), (2.5, THREE), (4.07, THREE), (100, TWO)]
+)
+def test_the_achieved_bits_are_those_of_the_plan_and_within_the_target(
+    folder: Path, target: float, choices: tuple[QuantScheme, ...]
+) -> None:
+    session = session_for(folder)
+    record = run(session, Mixed(target, choices, samples=2))
+    achieved = record.summary["achieved_bits"]
+    assert achieved == pytest.approx(float(bits_of(session)), rel=1e-12)
+    assert achieved <= target
+    linears = list(session.decoder.spec.all_linears())
+    assert [layer.layer for layer in record.layers] == linears
+    for layer in record.layers:
+        assert layer.scheme == str(session.plan[layer.layer])
+        assert layer.sensitivity is not None
+        assert set(layer.sensitivity) == set(map(str, choices))
+        assert layer.bytes == session.plan[layer.layer].stored_bits(session.shapes[layer.layer]) // 8
+    assert sum(record.summary["layers_per_scheme"].values()) == len(linears)
+    chosen = sum((layer.sensitivity or {})[layer.scheme] for layer in record.layers)
+    assert record.summary["predicted_kld"] == pytest.approx(chosen)
+
+
+def test_the_budget_is_not_cut_by_a_float() -> None:
+    # 4.6 is no binary fraction: as floats, the product falls one bit short, and with it a whole layer.
+    assert int(4.6 * 106_168_320) == 488_374_271
+    assert Mixed(4.6, TWO)._budget(106_168_320) == 488_374_272
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 10**9), st.integers(1, 99_999))
+def test_the_budget_is_exact_for_every_decimal_target(weights: int, thousandths: int) -> None:
+    target = thousandths / 1000
+    budget = Mixed(target, TWO)._budget(weights)
+    assert budget == thousandths * weights // 1000
+    assert budget / weights <= target
+
+
+def test_more_bits_never_predict_more_loss_and_all_bits_pick_the_best(folder: Path) -> None:
+    losses = []
+    for target in (4.5, 5.0, 6.0, 7.0, 8.5):
+        record = run(session_for(folder), Mixed(target, TWO, samples=2))
+        losses.append(record.summary["predicted_kld"])
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] == pytest.approx(record.summary["predicted_kld_uniform"]["int4-g32"])
+    assert losses[-1] == pytest.approx(record.summary["predicted_kld_uniform"]["int8-g32"])
+
+
+def test_the_plan_beats_random_plans_of_the_same_bits(folder: Path) -> None:
+    session = session_for(folder)
+    record = run(session, Mixed(5.5, TWO, samples=4))
+    budget = bits_of(session)
+    loss = {layer.layer: layer.sensitivity or {} for layer in record.layers}
+    chooser, tried = random.Random(0), []
+    for _ in range(200):
+        for layer in loss:
+            session.plan[layer] = TWO[0]
+        for layer in chooser.sample(list(loss), len(loss)):
+            session.plan[layer] = TWO[1]
+            if bits_of(session) > budget:
+                session.plan[layer] = TWO[0]
+        tried.append(sum(loss[layer][str(session.plan[layer])] for layer in loss))
+    assert record.summary["predicted_kld"] <= min(tried) * (1 + 1e-6)
+    assert record.summary["predicted_kld"] < 0.9 * sum(tried) / len(tried)
+
+
+def test_the_same_seed_gives_the_same_plan_and_numbers(folder: Path) -> None:
+    one, other, third = (run(session_for(folder, seed=seed), Mixed(5.0, TWO, samples=2)) for seed in (1, 1, 2))
+    assert one.layers == other.layers
+    assert one.layers != third.layers
+
+
+def test_pinned_layers_keep_their_schemes_and_count(folder: Path) -> None:
+    pinned: Plan = {
+        "model.layers.0.mlp.down_proj": QuantScheme.parse("int8-g32"),
+        "model.layers.1.self_attn.o_proj": None,
+    }
+    session = session_for(folder, pinned)
+    record = run(session, Mixed(7.5, TWO, samples=2))
+    assert session.plan["model.layers.0.mlp.down_proj"] == INT8_G32
+    assert "model.layers.1.self_attn.o_proj" not in session.plan
+    assert not {layer.layer for layer in record.layers} & set(pinned)
+    assert record.summary["achieved_bits"] == pytest.approx(float(bits_of(session)))
+    assert record.summary["achieved_bits"] <= 7.5
+    for end in session.decoder.spec.ends:
+        assert session.plan[end] == INT8_G32
+
+
+# --- refusals, before any work
+
+
+@pytest.mark.parametrize(
+    ("target", "choices", "pinned", "least"),
+    [
+        (4.4, TWO, {}, "4.500"),
+        (2.0, THREE, {}, "2.500"),
+        (4.5, TWO, {"model.layers.0.self_attn.o_proj": None}, "6.334"),
+    ],
+)
+def test_an_unreachable_target_is_refused_with_the_least(
+    folder: Path, target: float, choices: tuple[QuantScheme, ...], pinned: Plan, least: str
+) -> None:
+    session = session_for(folder, pinned, windows=1)
+    (complaint,) = Mixed(target, choices).check(session)
+    assert f"mixed.target_bits: {target:g} bits a weight cannot be reached" in complaint
+    assert f"the least is {least}" in complaint
+    assert Mixed(float(least), choices).check(session_for(folder, pinned, windows=1)) == []
+
+
+def test_a_first_plan_is_there_for_the_exporters_to_check(folder: Path) -> None:
+    session = session_for(folder)
+    assert Mixed(5.0, TWO).check(session) == []
+    assert {session.plan[layer] for layer in session.decoder.spec.all_linears()} == {TWO[0]}
+
+
+def test_nothing_left_to_choose_is_a_complaint(folder: Path) -> None:
+    everything: Plan = dict.fromkeys(session_for(folder).shapes, INT8_G32)
+    (complaint,) = Mixed(9.0, TWO).check(session_for(folder, everything))
+    assert "nothing to choose" in complaint
+
+
+def test_says_how_many_windows_it_really_used(folder: Path) -> None:
+    assert run(session_for(folder, windows=2), Mixed(5.0, TWO, samples=6)).summary["windows"] == 2
+    assert run(session_for(folder, windows=4), Mixed(5.0, TWO, samples=3)).summary["windows"] == 3
+
+
+@pytest.mark.parametrize("arguments", [{"choices": TWO[:1]}, {"choices": (TWO[0], TWO[0])}, {"samples": 0}])
+def test_nonsense_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"choices|samples"):
+        Mixed(4.5, **arguments)

