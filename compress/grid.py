@@ -6,6 +6,9 @@ then refitted by least squares to the codes it gave (the closed form for ``w ~ s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -63,9 +66,24 @@ def fit_groups(groups: Tensor, scheme: QuantScheme, importance: Tensor | None = 
 
     Without ``search``, the min/max grid. With it, never a higher weighted error than the min/max grid.
     """
-    chunk = max(1, ROW_CHUNK // max(1, groups[0].numel()))
-    parts = [_fit(part, scheme, importance, search) for part in torch.split(groups, chunk)]
+    chunks = torch.split(groups, max(1, ROW_CHUNK // max(1, groups[0].numel())))
+    with one_thread() as threads, ThreadPoolExecutor(min(threads, len(chunks))) as pool:
+        parts = list(pool.map(lambda part: _fit(part, scheme, importance, search), chunks))
     return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
+
+
+@contextmanager
+def one_thread() -> Iterator[int]:
+    """Each operation on one thread while the context lasts; yields how many there were.
+
+    For many small operations one after another: waking a second thread costs more than it gives.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _fit(groups: Tensor, scheme: QuantScheme, importance: Tensor | None, search: bool) -> Grid:

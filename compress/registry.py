@@ -21,6 +21,7 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "rtn": "compress.passes.rtn:Rtn",
             "gptq": "compress.passes.gptq:Gptq",
             "mixed": "compress.passes.mixed:Mixed",
+            "awq": "compress.passes.awq:Awq",
             "rotate": "compress.passes.rotate:Rotate",
         },
         "exporters": {

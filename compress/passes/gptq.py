@@ -188,7 +188,7 @@ def quantize_with_feedback(
     """
     import torch
 
-    from compress.grid import Grid, assemble, fit_groups
+    from compress.grid import Grid, assemble, fit_groups, one_thread
 
     columns = weight.shape[1]
     groups = column_groups(importance, scheme, order)
@@ -213,7 +213,8 @@ def quantize_with_feedback(
         scale[:, place], zero[:, place] = grid.scale[:, 0], grid.zero[:, 0]
         for left in range(start, stop, COLUMNS_AT_ONCE):
             right = min(left + COLUMNS_AT_ONCE, stop)
-            errors = _round_columns(work, codes, upper, left, right, grid, scheme)
+            with one_thread():
+                errors = _round_columns(work, codes, upper, left, right, grid, scheme)
             work[right:].addmm_(upper[left:right, right:].T, errors, alpha=-1)
         start = stop
     original = torch.empty_like(codes)

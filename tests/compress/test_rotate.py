@@ -197,7 +197,7 @@ def test_a_damaged_tied_head_is_refused_as_ever(bench: Bench, tmp_path: Path) ->
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match="config.json says it is the embedding"):
+    with pytest.raises(InputError, match=r"config\.json says it is the embedding"):
         engine.plan(bench.recipe(model=str(folder), passes="[rotate, rtn]"))
 
 
