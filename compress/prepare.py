@@ -18,6 +18,7 @@ from calibration.errors import DataError
 from calibration.text import load_texts
 from calibration.windows import Windows, make_windows
 from compress import registry
+from compress.activations import Spool
 from compress.errors import InputError
 from compress.fields import plain
 from compress.models.checkpoint import Checkpoint
@@ -73,10 +74,13 @@ class Prepared:
             source.config, source.folder, source.name, tied, self.shapes, store, source.tensor, names
         )
 
-    def session(self, workdir: Path, tokens: Tensor, progress: Progress) -> Session:
-        """The state of a run with its blocks under ``workdir``; the passes have planned what they can so far."""
+    def session(self, workdir: Path, tokens: Tensor, progress: Progress, scratch: Path | None = None) -> Session:
+        """The state of a run with its blocks under ``workdir``; the passes have planned what they can so far.
+
+        Large hidden states go to files under ``scratch``.
+        """
         store = Store(workdir / "blocks")
-        decoder = Decoder(self.checkpoint, self.compressed(store).parameter)
+        decoder = Decoder(self.checkpoint, self.compressed(store).parameter, Spool(scratch and scratch / "hidden"))
         plan = {layer: scheme for layer, scheme in self.pinned.items() if scheme is not None}
         seed = self.recipe.calibration.seed
         session = Session(decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress)
