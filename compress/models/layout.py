@@ -85,15 +85,21 @@ def _shared_parameters(
     where: Mapping[str, Place], tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
     """The fused parameters of which all tensors are views already."""
-    found: dict[str, Tensor | None] = {}
+    parts: dict[str, list[tuple[Place, Tensor]]] = {}
     for name, place in where.items():
         if place.index:
-            whole, part = tensors[name]._base, tensors[name]
-            if whole is None or tuple(whole.shape) != tuple(shapes[place.parameter]):
-                found[place.parameter] = None
-            elif found.setdefault(place.parameter, whole) is not whole or place.of(whole).data_ptr() != part.data_ptr():
-                found[place.parameter] = None
-    return {name: whole for name, whole in found.items() if whole is not None}
+            parts.setdefault(place.parameter, []).append((place, tensors[name]))
+    wholes = {parameter: _whole(found, tuple(shapes[parameter])) for parameter, found in parts.items()}
+    return {parameter: whole for parameter, whole in wholes.items() if whole is not None}
+
+
+def _whole(parts: Sequence[tuple[Place, Tensor]], shape: tuple[int, ...]) -> Tensor | None:
+    """The tensor of ``shape`` that each of ``parts`` is a view of, at its place; None if there is none."""
+    whole = parts[0][1]._base
+    if whole is None or tuple(whole.shape) != shape:
+        return None
+    lies = all(part._base is whole and place.of(whole).data_ptr() == part.data_ptr() for place, part in parts)
+    return whole if lies else None
 
 
 def apart(family: Family, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, Place]]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from calibration.stats import InputStats
+from compress.activations import Spool
 from compress.blocks import Done, compress_blocks
 from compress.models.checkpoint import Checkpoint, open_checkpoint
 from compress.models.decoder import Decoder
@@ -147,7 +148,9 @@ class Compressed:
         return whole_model(folder)
 
 
-def compressed(folder: Path, workdir: Path, passes: Sequence[Any], tokens: Tensor) -> Compressed:
+def compressed(
+    folder: Path, workdir: Path, passes: Sequence[Any], tokens: Tensor, spool: Spool | None = None
+) -> Compressed:
     """Run ``passes`` (planners first) over the checkpoint in ``folder``; embedding and head get 8 bits."""
     checkpoint = open_checkpoint(folder)
     spec = describe(checkpoint.config)
@@ -155,7 +158,7 @@ def compressed(folder: Path, workdir: Path, passes: Sequence[Any], tokens: Tenso
     names = tuple(checkpoint.files)
     model = CompressedModel(checkpoint.config, folder, "tiny", spec.tied, shapes, store, checkpoint.tensor, names)
     ends = dict.fromkeys(spec.ends, INT8_G32)
-    session = Session(Decoder(checkpoint, model.parameter), tokens, store, shapes, dict(ends), dict(ends))
+    session = Session(Decoder(checkpoint, model.parameter, spool), tokens, store, shapes, dict(ends), dict(ends))
     assert [text for step in passes for text in step.check(session)] == []
     for step in passes:
         if step.scope == "model":

@@ -116,8 +116,8 @@ def test_the_older_run_comes_back_if_the_new_one_cannot_take_its_name(
 
 def test_a_run_that_took_the_name_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
+    finish(tmp_path / "other", "faster")
     with pytest.raises(InputError, match="holds an earlier run"), workspace.workspace(out, False, 1000):
-        finish(tmp_path / "other", "faster")
         (tmp_path / "other").rename(out)
     assert (out / "onnx/model").read_text() == "faster"
     assert hidden(tmp_path) == []
