@@ -21,11 +21,12 @@ from compress.journal import Journal
 from compress.markdown import render
 from compress.models.checkpoint import scan_finite
 from compress.patterns import match_layers
-from compress.prepare import FLOAT_BYTES, PARITY_WINDOWS, Prepared, check_room, prepare, token_windows
+from compress.prepare import FLOAT_BYTES, PARITY_WINDOWS, Prepared, prepare, token_windows
 from compress.proof import REPORT_IT, Evidence, gather_evidence, prove
 from compress.protocols import Exporter, Planner
 from compress.recipe import Evaluate, Recipe, dump_yaml, to_dict
 from compress.report import ArtifactRecord, PassRecord, Report, decode
+from compress.room import check_room
 from compress.scheme import FLOAT
 from compress.session import CompressedModel, Progress, Session, no_progress
 from compress.store import preserve, restore

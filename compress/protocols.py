@@ -40,8 +40,11 @@ class Planner(Protocol):
         """Plans that between them hold every scheme that each layer may get: exporters check them before any work."""
         ...
 
-    def kept_windows(self, session: Session) -> int:
-        """Windows whose hidden states in front of every block it keeps at the same time: room is asked for by it."""
+    def kept_windows(self, samples: int) -> int:
+        """Of ``samples`` calibration windows, those whose hidden states before every block it keeps at the same time.
+
+        Room is asked for by it.
+        """
         ...
 
     def apply(self, session: Session) -> PassRecord:

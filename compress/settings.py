@@ -75,6 +75,8 @@ class Calibration(CheckedSource):
     samples: int = 32
     sequence_length: int = 512
     seed: int = 0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What blocks multiply in while the calibration windows go through them."""
 
     def problems(self) -> list[str]:
         """Complaints, each ``field: message``."""

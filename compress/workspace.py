@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn
 
 from compress.errors import InputError
 from compress.journal import Journal, sha256_of, steps_done, sync
+from compress.lock import LOCK, held, refuse_if_held
 from compress.units import size
 
 MANIFEST = "manifest.json"
-RESULT, STATE, SCRATCH, LOCK = "result", "state", "scratch", "lock"
-"""What is in the partial folder."""
-LOCK_ATTEMPTS = 5
+RESULT, STATE, SCRATCH = "result", "state", "scratch"
+"""What is in the partial folder, beside the lock."""
 FULL = {27: "the file size limit is reached", 28: "the disk is full", 122: "the disk quota is used up"}
 """errno -> what it means: EFBIG, ENOSPC, EDQUOT."""
 
 
-def check_free(out: Path, overwrite: bool, resume: bool = False, *, held: bool = False) -> None:
+def check_free(out: Path, overwrite: bool, resume: bool = False, *, mine: bool = False) -> None:
     """InputError if ``out`` cannot be written, or it or its partial folder holds what must not be replaced.
 
-    ``held``: this process works in the partial folder itself.
+    ``mine``: this process works in the partial folder itself.
     """
     place = out.resolve()
     _check_parent(place)
-    _check_partial(partial_of(out), overwrite or resume, held)
+    _check_partial(partial_of(out), overwrite or resume, mine)
     if not place.exists():
         return
     if not place.is_dir():
@@ -57,11 +54,11 @@ def check_free(out: Path, overwrite: bool, resume: bool = False, *, held: bool =
         )
 
 
-def _check_partial(partial: Path, allowed: bool, held: bool) -> None:
+def _check_partial(partial: Path, allowed: bool, mine: bool) -> None:
     if not partial.is_dir():
         return
-    if not held:
-        _refuse_if_held(partial)
+    if not mine:
+        refuse_if_held(partial)
     foreign = sorted({path.name for path in partial.iterdir()} - {RESULT, STATE, SCRATCH, LOCK})
     if foreign:
         raise InputError(
@@ -116,9 +113,9 @@ def workspace(
     made = [folder for folder in place.parents if not folder.exists()]
     partial = partial_of(out)
     try:
-        with _held(partial):
+        with held(partial, lambda: steps_done(partial / STATE) > 0):
             _finish_replacing(place)
-            check_free(out, overwrite, resume, held=True)
+            check_free(out, overwrite, resume, mine=True)
             _clear(partial, keep_state=resume and steps_done(partial / STATE) > 0)
             journal = Journal(partial / STATE, fingerprint)
             try:
@@ -126,7 +123,7 @@ def workspace(
                     yield _folders(partial, journal)
                     _sync_files(partial / RESULT)
                 # Hours may have passed: another run may have taken the name.
-                check_free(out, overwrite, resume=True, held=True)
+                check_free(out, overwrite, resume=True, mine=True)
                 _replace(partial / RESULT, place)
             except BaseException as error:
                 _clear(partial, keep_state=True)
@@ -162,68 +159,6 @@ def _clear(partial: Path, keep_state: bool) -> None:
     """Remove what an earlier run has left, or what another run would make anew."""
     for name in (RESULT, SCRATCH) if keep_state else (RESULT, SCRATCH, STATE):
         shutil.rmtree(partial / name, ignore_errors=True)
-
-
-@contextmanager
-def _held(partial: Path) -> Iterator[None]:
-    """Make ``partial`` and keep it from other processes; it stays only if it has finished steps.
-
-    The lock is the system's: a process that is killed leaves none.
-    """
-    try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(partial)
-    except OSError as error:
-        raise InputError(
-            f"cannot write here: {error.strerror}", where=str(partial.parent), fix="choose another --out"
-        ) from error
-    with lock:
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        try:
-            yield
-        finally:
-            if not steps_done(partial / STATE):
-                shutil.rmtree(partial, ignore_errors=True)
-
-
-def _lock(partial: Path) -> IO[str]:
-    path = partial / LOCK
-    for attempt in range(LOCK_ATTEMPTS):
-        partial.mkdir(exist_ok=True)
-        with suppress(FileNotFoundError):
-            file = path.open("a+", encoding="ascii")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A run that has just finished has removed the file that was waited for.
-                if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-                    return file
-            except BlockingIOError:
-                if attempt == LOCK_ATTEMPTS - 1:
-                    _refuse_second(partial)
-            file.close()
-        time.sleep(0.1)
-    return _refuse_second(partial)
-
-
-def _refuse_if_held(partial: Path) -> None:
-    with suppress(FileNotFoundError), (partial / LOCK).open(encoding="ascii") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _refuse_second(partial)
-
-
-def _refuse_second(partial: Path) -> NoReturn:
-    owner = ""
-    with suppress(OSError):
-        owner = f" (process {(partial / LOCK).read_text(encoding='ascii')})"
-    raise InputError(
-        f"another run{owner} is writing this output now",
-        where=str(partial),
-        fix="wait for it, end it, or choose another --out",
-    )
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

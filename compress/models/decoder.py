@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -25,6 +25,7 @@ Read = Callable[[str], Tensor]
 """A parameter by its checkpoint name, any dtype."""
 States = Tensor | Activations
 """Hidden states float32 [windows, length, hidden], wherever they are."""
+Precision = Literal["float32", "bfloat16"]
 TOKENS_PER_FORWARD = 2048
 PLAIN_OUTPUT = {
     "output_attentions": False,
@@ -83,11 +84,18 @@ class Decoder:
     """The model of a checkpoint, float32, without its weights until they are asked for.
 
     ``read`` gives parameters by checkpoint name: the checkpoint's own, or those of a compressed model. ``spool`` makes
-    room for hidden states; without one they are in memory.
+    room for hidden states; without one they are in memory. In ``precision`` blocks multiply where many windows go
+    through them without gradients; hidden states between them are float32.
     """
 
-    def __init__(self, checkpoint: Checkpoint, read: Read | None = None, spool: Spool | None = None) -> None:
-        self.checkpoint = checkpoint
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        read: Read | None = None,
+        spool: Spool | None = None,
+        precision: Precision = "float32",
+    ) -> None:
+        self.checkpoint, self._precision = checkpoint, precision
         self._spool = spool or Spool()
         self.spec: DecoderSpec = describe(checkpoint.config, checkpoint.folder / "config.json")
         self._read = read or checkpoint.tensor
@@ -224,10 +232,12 @@ class Decoder:
 
         None: what leaves is not wanted, only what hooks on ``module`` see.
         """
-        for here in pieces(hidden):
-            left = self.run_block(index, module, hidden[here])
-            if leaving is not None:
-                leaving[here] = left
+        lower = self._precision == "bfloat16"
+        with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+            for here in pieces(hidden):
+                left = self.run_block(index, module, hidden[here])
+                if leaving is not None:
+                    leaving[here] = left
 
     @torch.no_grad()
     def head_inputs(self, hidden: States) -> Iterator[Tensor]:

@@ -80,9 +80,9 @@ class Mixed:
         """One plan a choice."""
         return [dict.fromkeys(self._free(session), choice) for choice in self.choices]
 
-    def kept_windows(self, session: Session) -> int:
+    def kept_windows(self, samples: int) -> int:
         """The windows that sensitivity is measured on."""
-        return min(self.samples, len(session.tokens))
+        return min(self.samples, samples)
 
     def apply(self, session: Session) -> PassRecord:
         """Measure, solve, write the plan."""

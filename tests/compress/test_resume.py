@@ -143,7 +143,7 @@ MOMENTS = {
     "after the embedding": ("compressing blocks", 1, 2),
     "while the plan is written": ("save", 1, 0),
     "in the middle of writing block 3": ("save", 6, 5),
-    "before a note on block 2 has its name": ("note", 4, 3),
+    "before the note on block 2 has its name": ("note", 6, 4),
     "after all blocks": ("compressing blocks", 8, 9),
     "while an artifact is written": ("writing gguf", 0, 9),
 }

@@ -14,6 +14,7 @@ import pytest
 from compress import engine, terminal, workspace
 from compress.__main__ import main
 from compress.errors import InputError
+from compress.lock import LOCK
 from compress.report import Report
 from compress.session import Progress
 from compress.units import size
@@ -197,7 +198,7 @@ def only_finished_steps_are_left(out: Path, step: str) -> None:
         assert hidden(out.parent) == []
     else:
         assert hidden(out.parent) == [partial.name]
-        assert {path.name for path in partial.iterdir()} == {workspace.STATE, workspace.LOCK}
+        assert {path.name for path in partial.iterdir()} == {workspace.STATE, LOCK}
         assert {path.name for path in (partial / workspace.STATE).iterdir()} == {"journal", "blocks"}
 
 
