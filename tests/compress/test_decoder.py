@@ -220,3 +220,19 @@ def test_a_tied_head_that_is_stored_too_is_fine_when_equal(tmp_path: Path) -> No
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match="tie_word_embeddings"):
         Decoder(open_checkpoint(folder))
+
+
+def test_blocks_multiply_in_bfloat16_only_if_asked_and_only_without_gradients(tmp_path: Path) -> None:
+    checkpoint, tokens = open_checkpoint(tiny_llama(tmp_path / "model")), tokens_of(3, 24)
+    exact, lower = Decoder(checkpoint), Decoder(checkpoint, precision="bfloat16")
+    hidden = exact.embed(tokens)
+    assert torch.equal(lower.embed(tokens), hidden)
+    with exact.block(0) as module:
+        wanted = exact.run_block_on_all(0, module, hidden)
+    with lower.block(0) as module:
+        found = lower.run_block_on_all(0, module, hidden)
+        assert torch.equal(lower.run_block(0, module, hidden), wanted)
+    assert found.dtype == torch.float32
+    error = float((found - wanted).norm() / (wanted - hidden).norm())
+    assert 1e-4 < error < 2e-2
+    assert all(parameter.is_meta for parameter in module.parameters())
