@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -139,12 +140,13 @@ def _write_tokenizer(folder: Path) -> None:
 
 @dataclass
 class Phase:
-    """One step of a run: wall seconds, when each part of it was done, and the largest resident memory within."""
+    """One step of a run, or one part of a step: wall and CPU seconds, and the largest resident memory within."""
 
     name: str
     seconds: float = 0.0
-    marks: list[float] = field(default_factory=list)
+    cpu_seconds: float = 0.0
     peak_bytes: int = 0
+    parts: list[Phase] = field(default_factory=list)
 
 
 class Watch:
@@ -155,18 +157,34 @@ class Watch:
 
     @contextmanager
     def __call__(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
-        phase, started = Phase(label), time.perf_counter()
-        self.phases.append(phase)
-        # Writing 5 sets the peak back to what is resident now (proc(5), clear_refs).
-        Path("/proc/self/clear_refs").write_text("5")
+        parts: list[Phase] = []
+        taken = _meter(label)
 
         def advance(_: int) -> None:
-            phase.marks.append(time.perf_counter() - started)
+            parts.append(taken())
 
         try:
             yield advance
         finally:
-            phase.seconds, phase.peak_bytes = time.perf_counter() - started, _peak_bytes()
+            parts.append(taken())
+            sums = (sum(part.seconds for part in parts), sum(part.cpu_seconds for part in parts))
+            self.phases.append(Phase(label, *sums, max(part.peak_bytes for part in parts), parts))
+
+
+def _meter(label: str) -> Callable[[], Phase]:
+    """What was taken since the last call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    # Writing 5 sets the peak back to what is resident now (proc(5), clear_refs).
+    Path("/proc/self/clear_refs").write_text("5")
+
+    def taken() -> Phase:
+        nonlocal wall, cpu
+        found = Phase(label, time.perf_counter() - wall, time.process_time() - cpu, _peak_bytes())
+        wall, cpu = time.perf_counter(), time.process_time()
+        Path("/proc/self/clear_refs").write_text("5")
+        return found
+
+    return taken
 
 
 def _peak_bytes() -> int:
@@ -193,26 +211,42 @@ def measure(model: Path, options: argparse.Namespace) -> list[Phase]:
     for name in ("samples", "length", "threads", "passes"):
         command += [f"--{name}", str(getattr(options, name))]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return [Phase(**phase) for phase in json.loads(done.stdout.splitlines()[-1])]
+    return [_phase(found) for found in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _phase(found: dict[str, Any]) -> Phase:
+    return Phase(**{**found, "parts": [_phase(part) for part in found["parts"]]})
 
 
 def show(found: dict[int, list[Phase]], options: argparse.Namespace) -> None:
     """The table, and what follows from it for the whole model."""
     print(f"\n{options.passes}; {options.samples} x {options.length} tokens; {options.threads} threads\n")
-    print("| blocks | step | seconds | peak memory, GB |\n|---|---|---|---|")
+    print("| blocks | step | seconds | CPU seconds | peak memory, GB |\n|---|---|---|---|---|")
     for blocks, phases in found.items():
         for phase in phases:
-            print(f"| {blocks} | {phase.name} | {phase.seconds:.1f} | {phase.peak_bytes / 1e9:.2f} |")
-    print("\n| blocks | seconds a block | ns a weight | peak memory, GB |\n|---|---|---|---|")
+            print(f"| {blocks} | {phase.name} | {_row(phase)} |")
+    print("\n| blocks | block | seconds | CPU seconds | peak memory, GB |\n|---|---|---|---|---|")
     for blocks, phases in found.items():
         walk = next(phase for phase in phases if phase.name == "compressing blocks")
-        # The first mark is the embedding; each block has one after it; the last is the head.
-        a_block = (walk.marks[blocks] - walk.marks[0]) / blocks
-        peak = max(phase.peak_bytes for phase in phases)
-        print(f"| {blocks} | {a_block:.1f} | {1e9 * a_block / BLOCK_WEIGHTS:.0f} | {peak / 1e9:.2f} |")
-    ends = walk.seconds - (walk.marks[blocks] - walk.marks[0])
-    total = LAYERS * a_block + ends
-    print(f"\nall {LAYERS} blocks at the last line's pace, with embedding and head: {total / 60:.0f} minutes")
+        # The first part is the embedding, then the blocks, then the head.
+        embedding, *inner = walk.parts[: blocks + 1]
+        print(f"| {blocks} | embedding | {_row(embedding)} |")
+        for number, part in enumerate(inner, 1):
+            print(f"| {blocks} | {number} | {_row(part)} |")
+        print(f"| {blocks} | head | {_row(walk.parts[blocks + 1])} |")
+    seconds, cpu = (sum(getattr(part, name) for part in inner) / blocks for name in ("seconds", "cpu_seconds"))
+    per_weight = 1e9 * cpu / BLOCK_WEIGHTS
+    print(f"\na block of {BLOCK_WEIGHTS / 1e6:.0f} million weights: {cpu:.0f} CPU s, {per_weight:.0f} ns a weight")
+    ends = [embedding, walk.parts[blocks + 1]]
+    wall = LAYERS * seconds + sum(part.seconds for part in ends)
+    least = (LAYERS * cpu + sum(part.cpu_seconds for part in ends)) / options.threads
+    print(
+        f"all {LAYERS} blocks and both ends: {wall / 60:.0f} minutes at this load, {least / 60:.0f} with the CPUs alone"
+    )
+
+
+def _row(phase: Phase) -> str:
+    return f"{phase.seconds:.1f} | {phase.cpu_seconds:.1f} | {phase.peak_bytes / 1e9:.2f}"
 
 
 def machine() -> str:

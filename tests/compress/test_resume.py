@@ -220,7 +220,7 @@ def other_text(case: Case, folder: Path) -> str:
 
 
 OTHERS: dict[str, tuple[Callable[[Case, Path], str], list[str]]] = {
-    "pin={'*.mlp.*': int8-g32}": (lambda *_: "", ['recipe.pin.*.mlp.*: was not there, is "int8-g32"']),
+    "pin={'*.o_proj': int8-g32}": (lambda *_: "", ['recipe.pin.*.o_proj: was not there, is "int8-g32"']),
     "passes.mixed.choices=[int4-g64, int8-g32]": (
         lambda *_: "",
         ['passes.mixed.choices: was ["int4-g32", "int8-g32"], is ["int4-g64", "int8-g32"]'],
@@ -247,11 +247,12 @@ def test_another_run_is_refused_with_all_that_differs(case: Case, tmp_path: Path
 
 
 def test_other_bits_and_group_and_threads_are_all_named(case: Case, tmp_path: Path) -> None:
-    rtn = "model: {}\npasses: [{{rtn: {{scheme: {}}}}}]\nexport: [gguf]\nmeasure: {{threads: {}}}\nevaluate: false\n"
+    rtn = "model: {}\npasses: [{{rtn: {{scheme: {}}}}}]\nexport: [gguf]\nevaluate: false\n"
+    rtn += "calibration: {{sequence_length: 64}}\nmeasure: {{threads: {}, prompt_tokens: 8, generate_tokens: 4}}\n"
     out = tmp_path / "out"
     first = loads(rtn.format(case.folder / "model", "int4-g32", 1), registry.load)
     with pytest.raises(KeyboardInterrupt):
-        engine.run(first, out, progress=at_step("reference logits", interrupt), resume=True)
+        engine.run(first, out, progress=at_step("logits to compare with", interrupt), resume=True)
     other = loads(rtn.format(case.folder / "model", "int8-g64", 2), registry.load)
     with pytest.raises(InputError) as caught:
         engine.run(other, out, resume=True)
@@ -331,7 +332,7 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(
 ) -> None:
     out = tmp_path / "out"
     command = ["run", str(case.recipe), "--out", str(out), "--resume"]
-    progress: Progress = at_step("reference logits", interrupt)
+    progress: Progress = at_step("logits to compare with", interrupt)
     with monkeypatch.context() as patched:
         patched.setattr(terminal, "progress", lambda quiet: progress)
         assert main(command) == 130
