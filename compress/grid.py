@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.codebook import nearest_code
 from compress.errors import InputError
 from compress.scheme import QuantScheme
-from compress.tensor import QuantizedTensor
+from compress.tensor import QuantizedTensor, unit_values
 
 FP16_STEP = 2.0**-24
 """The smallest positive fp16 number: every fp16 number is a multiple of it."""
@@ -33,7 +34,10 @@ ROW_CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Grid:
-    """``scale`` and ``zero`` float32 [rows, groups]; ``zero`` holds integers, the midpoint where symmetric."""
+    """``scale`` and ``zero`` float32 [rows, groups]; ``zero`` holds integers, the midpoint where symmetric.
+
+    A codebook has no zero points: there ``zero`` is 0 and nobody reads it.
+    """
 
     scale: Tensor
     zero: Tensor
@@ -57,8 +61,19 @@ def storable(scale: Tensor, scheme: QuantScheme) -> Tensor:
 
 def codes_of(groups: Tensor, grid: Grid, scheme: QuantScheme) -> Tensor:
     """Nearest codes, float32, of ``groups [rows, groups, width]``."""
-    centred = groups / grid.scale[..., None] + grid.zero[..., None]
-    return torch.round(centred).clamp_(0, scheme.levels - 1)
+    return nearest_codes(groups, grid.scale[..., None], grid.zero[..., None], scheme)
+
+
+def nearest_codes(values: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> Tensor:
+    """Nearest codes, float32, of ``values`` under a ``scale`` and ``zero`` that broadcast to them."""
+    if scheme.codebook is None:
+        return torch.round(values / scale + zero).clamp_(0, scheme.levels - 1)
+    return nearest_code(values / scale, scheme.codebook)
+
+
+def values_of(codes: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> Tensor:
+    """What float ``codes`` stand for, float32: the inverse of :func:`nearest_codes` up to rounding."""
+    return unit_values(codes, zero, scheme).mul_(scale)
 
 
 def fit_groups(groups: Tensor, scheme: QuantScheme, importance: Tensor | None = None, search: bool = True) -> Grid:
@@ -66,6 +81,9 @@ def fit_groups(groups: Tensor, scheme: QuantScheme, importance: Tensor | None = 
 
     Without ``search``, the min/max grid. With it, never a higher weighted error than the min/max grid.
     """
+    # The order of summation follows the layout in memory.
+    groups = groups.contiguous()
+    importance = None if importance is None else importance.contiguous()
     chunks = torch.split(groups, max(1, ROW_CHUNK // max(1, groups[0].numel())))
     with one_thread() as threads, ThreadPoolExecutor(min(threads, len(chunks))) as pool:
         parts = list(pool.map(lambda part: _fit(part, scheme, importance, search), chunks))
@@ -87,15 +105,19 @@ def one_thread() -> Iterator[int]:
 
 
 def _fit(groups: Tensor, scheme: QuantScheme, importance: Tensor | None, search: bool) -> Grid:
-    if scheme.symmetric:
+    low, high = groups.amin(-1), groups.amax(-1)
+    if scheme.codebook is not None:
+        # Its sides differ: with a negative scale they change places.
+        largest = torch.maximum(high, -low)
+        starts = [largest, -largest] if search else [largest]
+    elif scheme.symmetric:
         # The lowest code reaches one step further than the highest: give it to the larger side, by the scale's sign.
-        low, high = groups.amin(-1), groups.amax(-1)
         largest = torch.where(high > -low, high, low)
         starts = [-largest / scheme.midpoint]
         if search:
             starts.append(largest / scheme.midpoint)
     else:
-        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        low, high = low.clamp(max=0), high.clamp(min=0)
         starts = [(high - low) / (scheme.levels - 1)]
     best = _Best(groups, scheme, importance)
     for start in starts:
@@ -112,8 +134,13 @@ def _fit(groups: Tensor, scheme: QuantScheme, importance: Tensor | None, search:
 def _grid_of(scale: Tensor, low: Tensor, scheme: QuantScheme) -> Grid:
     scale = storable(scale, scheme)
     if scheme.symmetric:
-        return Grid(scale, torch.full_like(scale, scheme.midpoint))
+        return Grid(scale, torch.full_like(scale, constant_zero(scheme)))
     return Grid(scale, torch.round(-low / scale).clamp_(0, scheme.levels - 1))
+
+
+def constant_zero(scheme: QuantScheme) -> float:
+    """The ``zero`` of a symmetric scheme's grid."""
+    return 0.0 if scheme.codebook is not None else float(scheme.midpoint)
 
 
 class _Best:
@@ -124,12 +151,13 @@ class _Best:
         self.weight = None if importance is None else importance.clamp(min=0)
         self.error = torch.full(groups.shape[:-1], torch.inf)
         self.scale = torch.ones(groups.shape[:-1])
-        self.zero = torch.full(groups.shape[:-1], float(scheme.midpoint if scheme.symmetric else 0))
+        self.zero = torch.full(groups.shape[:-1], constant_zero(scheme) if scheme.symmetric else 0.0)
 
     def offer(self, grid: Grid) -> None:
         """Take ``grid`` for the groups where it has the lower error."""
         codes = codes_of(self.groups, grid, self.scheme)
-        square = codes.sub_(grid.zero[..., None]).mul_(grid.scale[..., None]).sub_(self.groups).square_()
+        values = values_of(codes, grid.scale[..., None], grid.zero[..., None], self.scheme)
+        square = values.sub_(self.groups).square_()
         error = square.sum(-1) if self.weight is None else (square * self.weight).sum(-1)
         # Never true for a scale or minimum beyond fp16: infinity times 0 is not a number.
         better = (error < self.error) & ((grid.zero * grid.scale).abs() <= FP16_MAX)
@@ -140,7 +168,7 @@ class _Best:
     def refitted(self) -> Grid:
         """Least-squares scales for the codes that the best grid gives."""
         best = Grid(self.scale, self.zero)
-        centred = codes_of(self.groups, best, self.scheme).sub_(self.zero[..., None])
+        centred = unit_values(codes_of(self.groups, best, self.scheme), self.zero[..., None], self.scheme)
         weighted = centred if self.weight is None else centred * self.weight
         top, bottom = (weighted * self.groups).sum(-1), (weighted * centred).sum(-1)
         fitted = torch.where(bottom > 0, top / bottom, self.scale)
