@@ -228,14 +228,16 @@ def _round_columns(
     """Round columns ``left..right`` in turn, each error fed to those after it; the scaled errors [columns, out]."""
     import torch
 
+    from compress.grid import nearest_codes, values_of
+
     scale, zero = grid.scale[:, 0], grid.zero[:, 0]
     errors = torch.empty(right - left, work.shape[1])
     diagonal = upper.diagonal()[left:right].tolist()
     for step, column in enumerate(range(left, right)):
         current = work[column]
-        code = torch.round(current / scale + zero).clamp_(0, scheme.levels - 1)
+        code = nearest_codes(current, scale, zero, scheme)
         codes[column] = code
-        error = code.sub(zero).mul_(scale).neg_().add_(current).div_(diagonal[step])
+        error = values_of(code, scale, zero, scheme).neg_().add_(current).div_(diagonal[step])
         errors[step] = error
         if column + 1 < right:
             work[column + 1 : right].addr_(upper[column, column + 1 : right], error, alpha=-1)
