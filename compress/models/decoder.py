@@ -7,7 +7,7 @@ called with the blocks swapped for stand-ins that record what each block is give
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -135,6 +135,15 @@ class Decoder:
             yield module
         finally:
             module.to("meta")
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The model of transformers with all of its weights in memory while the context lasts."""
+        with ExitStack() as stack:
+            stack.enter_context(self._ends())
+            for index in range(self.spec.layers):
+                stack.enter_context(self.block(index))
+            yield self._model
 
     @contextmanager
     def _ends(self) -> Iterator[None]:
