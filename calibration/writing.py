@@ -60,7 +60,7 @@ def write_windows(
             parts.append(_write(model, writing, count, length, generator, advance))
     tokens = torch.cat(parts)
     # What comes after the last end of a window is a text too, unless nothing does.
-    return tokens, samples + int(torch.isin(tokens[:, :-1], torch.tensor(writing.ends)).sum())
+    return tokens, samples + int(torch.isin(tokens[:, :-1], torch.tensor(writing.ends, dtype=torch.int64)).sum())
 
 
 def _write(
@@ -68,7 +68,8 @@ def _write(
 ) -> Tensor:
     import torch
 
-    prefix, ends = torch.tensor(writing.prefix, dtype=torch.int64)[:length], torch.tensor(writing.ends)
+    # Empty lists would be of another type.
+    prefix, ends = (torch.tensor(ids, dtype=torch.int64) for ids in (writing.prefix[:length], writing.ends))
     tokens = torch.empty(count, length, dtype=torch.int64)
     tokens[:, : len(prefix)] = prefix
     tokens[:, len(prefix) : len(prefix) + 1] = writing.starts[
