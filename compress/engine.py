@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from compress.blocks import compress_blocks
+from compress.coverage import coverage_warnings, token_coverage
 from compress.errors import CompressError
 from compress.fields import plain
 from compress.findings import activation_warnings, check_gates, describe_model, environment, pass_warnings
@@ -61,11 +62,12 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
             evidence = gather_evidence(prepared, model, evaluation.tokens, folder / WORK, progress)
         artifacts = [export(prepared, model, step.value, folder, evidence, clock, progress) for step in recipe.export]
         shutil.rmtree(folder / WORK)
+        coverage = token_coverage(prepared.spec, prepared.shapes, passes)
         report = Report(
             recipe=to_dict(recipe),
             model=describe_model(prepared, model.schemes),
             environment=environment(prepared.threads),
-            calibration=calibration.audit,
+            calibration={**calibration.audit, **({} if coverage is None else {"coverage": coverage})},
             evaluation=evaluation.audit,
             passes=tuple(passes),
             artifacts=tuple(artifacts),
@@ -75,6 +77,7 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
                 *remarks,
                 *calibration.warnings,
                 *evaluation.warnings,
+                *coverage_warnings(coverage),
                 *pass_warnings(passes),
                 *activation_warnings(artifacts),
             ),
