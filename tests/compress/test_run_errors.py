@@ -130,6 +130,11 @@ def spoil(name: str, place: tuple[int, ...], value: float) -> Callable[[dict[str
     return edit
 
 
+EVERY_PASS = ("[rtn]", "[gptq]", "[awq, rtn]", "[{mixed: {target_bits: 6}}, rtn]", "[rotate, rtn]")
+SELF = {"calibration": "{source: self, samples: 4, sequence_length: 32}"}
+"""Text that the model writes would be nonsense."""
+
+
 @pytest.mark.parametrize(
     ("name", "place", "value", "count"),
     [
@@ -138,7 +143,7 @@ def spoil(name: str, place: tuple[int, ...], value: float) -> Callable[[dict[str
         ("lm_head.weight", (0, 0), float("nan"), "1 of 20480"),
     ],
 )
-@pytest.mark.parametrize("passes", ["rtn", "gptq"])
+@pytest.mark.parametrize("passes", EVERY_PASS)
 def test_values_that_are_not_finite_are_counted_and_named_before_any_work(
     bench: Bench,
     tmp_path: Path,
@@ -150,8 +155,34 @@ def test_values_that_are_not_finite_are_counted_and_named_before_any_work(
     count: str,
 ) -> None:
     model = tiny_llama(tmp_path / "model", spoil(name, place, value), dtype=torch.bfloat16)
-    recipe = bench.file(tmp_path / "recipe.yaml", model=str(model), passes=f"[{passes}]", export="[onnx, gguf]")
+    recipe = bench.file(tmp_path / "recipe.yaml", model=str(model), passes=passes, export="[onnx, gguf]", **SELF)
     assert f"{name}: {count} values are NaN or infinite" in refused(capsys, "run", recipe)
+
+
+@pytest.mark.parametrize("passes", EVERY_PASS)
+@pytest.mark.parametrize("source", ["text", "self"])
+def test_a_model_that_overflows_is_refused_with_the_place(
+    bench: Bench, tmp_path: Path, capsys: Captured, passes: str, source: str
+) -> None:
+    def overflow(parameters: dict[str, Tensor]) -> None:
+        parameters["model.layers.0.mlp.down_proj.weight"].fill_(1e38)
+
+    model = tiny_llama(tmp_path / "model", overflow)
+    parts = SELF if source == "self" else {}
+    passes = passes.replace("target_bits: 6", "target_bits: 20")
+    recipe = bench.file(tmp_path / "recipe.yaml", model=str(model), passes=passes, ignore="['*.down_proj']", **parts)
+    said = refused(capsys, "run", recipe)
+    if source == "self" and passes not in ("[rtn]", "[rotate, rtn]"):
+        assert "predictions are NaN or infinite: it cannot write its own calibration text" in said
+    else:
+        assert "what leaves block 0 is not finite" in said
+
+
+@pytest.mark.parametrize("passes", EVERY_PASS)
+def test_weights_beyond_what_scales_hold_are_named(bench: Bench, tmp_path: Path, capsys: Captured, passes: str) -> None:
+    model = tiny_llama(tmp_path / "model", spoil("model.layers.1.mlp.down_proj.weight", (0, 0), 1e6))
+    said = refused(capsys, "run", bench.file(tmp_path / "recipe.yaml", model=str(model), passes=passes))
+    assert "model.layers.1.mlp.down_proj: weights up to 1" in said
 
 
 # --- too little calibration text (Olive #2609, nncf #2230)
