@@ -42,22 +42,47 @@ class InputStats:
         return self.gram.diagonal() / max(self.tokens, 1)
 
 
+class RealTokens:
+    """Leaves padding out of batches that come in the order of the calibration set, whatever their size.
+
+    ``real``: bool [samples, length], False where a window is padded; None: every token is real.
+    """
+
+    def __init__(self, real: Tensor | None) -> None:
+        self._real = None if real is None else real.flatten()
+        self._next = 0
+
+    def of(self, *batch: Tensor) -> tuple[Tensor, ...]:
+        """Of tensors [..., width] with the same tokens, the rows [real tokens, width] of those that are real."""
+        rows = tuple(tensor.reshape(-1, tensor.shape[-1]) for tensor in batch)
+        if self._real is None:
+            return rows
+        start, self._next = self._next, self._next + len(rows[0])
+        if self._next > len(self._real):
+            raise ValueError(f"{self._next} tokens came, and the calibration set has {len(self._real)}")
+        here = self._real[start : self._next]
+        return tuple(tensor[here] for tensor in rows)
+
+
 @contextmanager
 def collect_inputs(
-    modules: Mapping[str, nn.Linear], shared: Sequence[Sequence[str]]
+    modules: Mapping[str, nn.Linear], shared: Sequence[Sequence[str]], real: Tensor | None = None
 ) -> Iterator[dict[str, InputStats]]:
-    """Gather statistics of what ``modules`` are fed while the context lasts.
+    """Gather statistics of what ``modules`` are fed while the context lasts: one pass over the calibration set.
 
-    ``shared`` lists names that read the same input: those get one object, filled once. Yields name -> statistics.
+    ``shared`` lists names that read the same input: those get one object, filled once. ``real`` is as for
+    :class:`RealTokens`: padding enters no statistic. Yields name -> statistics.
     """
     found: dict[str, InputStats] = {}
     handles = []
     for names in shared:
         first = modules[names[0]]
-        stats = InputStats(first.in_features)
+        stats, tokens = InputStats(first.in_features), RealTokens(real)
 
-        def hook(_: nn.Module, given: tuple[Tensor, ...], stats: InputStats = stats) -> None:
-            stats.update(given[0])
+        def hook(
+            _: nn.Module, given: tuple[Tensor, ...], stats: InputStats = stats, tokens: RealTokens = tokens
+        ) -> None:
+            stats.update(*tokens.of(given[0]))
 
         handles.append(first.register_forward_pre_hook(hook))
         found.update(dict.fromkeys(names, stats))
@@ -69,13 +94,16 @@ def collect_inputs(
 
 
 @contextmanager
-def collect_expert_inputs(experts: nn.Module, layers: Sequence[Mapping[str, str]]) -> Iterator[dict[str, InputStats]]:
+def collect_expert_inputs(
+    experts: nn.Module, layers: Sequence[Mapping[str, str]], real: Tensor | None = None
+) -> Iterator[dict[str, InputStats]]:
     """Gather statistics of what each expert of a fused module is fed: the tokens routed to it and no others.
 
     ``experts`` is one of transformers' modules: it is called with hidden states [tokens, in], the chosen experts
     int64 [tokens, k] and their weights, and holds ``gate_up_proj`` [experts, 2 * middle, in] and ``act_fn``. ``layers``
-    has, for each expert, the names of its roles gate, up and down. Yields name -> statistics; gate and up share
-    one object. What down is fed exists only inside the module's own loop, so it is computed here once more.
+    has, for each expert, the names of its roles gate, up and down. ``real`` is as for :class:`RealTokens`. Yields
+    name -> statistics; gate and up share one object. What down is fed exists only inside the module's own loop, so it
+    is computed here once more.
     """
     projections = experts.get_parameter("gate_up_proj")
     _, doubled, columns = projections.shape
@@ -87,10 +115,10 @@ def collect_expert_inputs(experts: nn.Module, layers: Sequence[Mapping[str, str]
             names["up"]: entering,
             names["down"]: InputStats(doubled // 2, routed=True),
         }
-    activation = experts.get_submodule("act_fn")
+    activation, tokens = experts.get_submodule("act_fn"), RealTokens(real)
 
     def hook(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        hidden, chosen = given[:2]
+        hidden, chosen = tokens.of(*given[:2])
         for expert, names in enumerate(layers):
             routed = hidden[(chosen == expert).any(-1)]
             if len(routed):

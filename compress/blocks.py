@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from calibration.stats import InputStats, collect_expert_inputs, collect_inputs
-from compress.models.topology import DecoderSpec
+from calibration.stats import InputStats, RealTokens, collect_expert_inputs, collect_inputs
 from compress.protocols import BlockPass
 from compress.report import LayerRecord
 from compress.session import Block, Session
@@ -56,7 +55,7 @@ def _one_block(
     layers = decoder.spec.block_linears(index)
     inputs: dict[str, InputStats] = {}
     if hidden is not None:
-        with decoder.block(index, tensors) as module, _collected(decoder.spec, index, module) as inputs:
+        with decoder.block(index, tensors) as module, _collected(session, index, module) as inputs:
             decoder.run_block_on_all(index, module, hidden)
     weights = {layer: tensors[f"{layer}.weight"] for layer in layers}
     dense = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in weights}
@@ -73,18 +72,19 @@ def _one_block(
 
 
 @contextmanager
-def _collected(spec: DecoderSpec, index: int, module: nn.Module) -> Iterator[dict[str, InputStats]]:
+def _collected(session: Session, index: int, module: nn.Module) -> Iterator[dict[str, InputStats]]:
     """Statistics of what every linear layer of block ``index`` is fed while the context lasts."""
+    spec = session.decoder.spec
     prefix, shared = spec.family.block.format(index=index) + ".", spec.shared_inputs(index)
     modules = {layer: _linear(module, layer.removeprefix(prefix)) for layers in shared for layer in layers}
-    with collect_inputs(modules, shared) as inputs:
+    with collect_inputs(modules, shared, session.real) as inputs:
         experts = spec.expert_linears(index)
         if not experts:
             yield inputs
             return
         assert spec.family.experts is not None
         fused = module.get_submodule(spec.family.experts.module)
-        with collect_expert_inputs(fused, experts) as routed:
+        with collect_expert_inputs(fused, experts, session.real) as routed:
             yield inputs | routed
 
 
@@ -114,5 +114,5 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
 
 def _head_inputs(session: Session, hidden: Tensor) -> dict[str, InputStats]:
     stats = InputStats(hidden.shape[-1])
-    stats.update(session.decoder.head_inputs(hidden))
+    stats.update(*RealTokens(session.real).of(session.decoder.head_inputs(hidden)))
     return {session.decoder.spec.family.head: stats}

@@ -12,26 +12,25 @@ from typing import Any
 
 import torch
 
-from calibration.windows import Windows, overlap
 from compress.blocks import compress_blocks
-from compress.errors import CompressError, InputError
+from compress.coverage import coverage_warnings, token_coverage
+from compress.errors import CompressError
 from compress.fields import plain
 from compress.findings import activation_warnings, check_gates, describe_model, environment, pass_warnings
 from compress.markdown import render
 from compress.models.checkpoint import scan_finite
 from compress.patterns import match_layers
-from compress.prepare import FLOAT_BYTES, PARITY_WINDOWS, Prepared, check_room, prepare, token_windows
+from compress.prepare import FLOAT_BYTES, Prepared, check_room, prepare
 from compress.proof import REPORT_IT, Evidence, gather_evidence, prove
 from compress.protocols import Exporter
-from compress.recipe import Evaluate, Recipe, dump_yaml, to_dict
+from compress.recipe import Recipe, dump_yaml, to_dict
 from compress.report import ArtifactRecord, PassRecord, Report
 from compress.scheme import FLOAT
 from compress.session import CompressedModel, Progress, Session, no_progress
+from compress.texts import text_windows, written_windows
 from compress.workspace import check_free, workspace, write_manifest
 
 WORK = "work"
-OVERLAP_WARNING = 0.01
-"""Share of the evaluation text found in the calibration text from which the report warns."""
 
 
 def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progress = no_progress) -> Report:
@@ -51,8 +50,11 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
         advance(2)
     with clock("scan weights"), progress("scanning weights", len(prepared.original.files)) as advance:
         scan_finite(prepared.original, advance)
+    if prepared.writes_text:
+        with clock("write calibration text"):
+            calibration = written_windows(prepared, evaluation, progress)
     with workspace(out, overwrite, needed["disk_bytes"]) as folder:
-        session = prepared.session(folder / WORK, calibration.tokens, progress)
+        session = prepared.session(folder / WORK, calibration.tokens, progress, calibration.real)
         passes = run_passes(prepared, session, clock)
         require_plan(session)
         model = prepared.compressed(session.store)
@@ -60,11 +62,12 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
             evidence = gather_evidence(prepared, model, evaluation.tokens, folder / WORK, progress)
         artifacts = [export(prepared, model, step.value, folder, evidence, clock, progress) for step in recipe.export]
         shutil.rmtree(folder / WORK)
+        coverage = token_coverage(prepared.spec, prepared.shapes, passes)
         report = Report(
             recipe=to_dict(recipe),
             model=describe_model(prepared, model.schemes),
             environment=environment(prepared.threads),
-            calibration=calibration.audit,
+            calibration={**calibration.audit, **({} if coverage is None else {"coverage": coverage})},
             evaluation=evaluation.audit,
             passes=tuple(passes),
             artifacts=tuple(artifacts),
@@ -74,6 +77,7 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
                 *remarks,
                 *calibration.warnings,
                 *evaluation.warnings,
+                *coverage_warnings(coverage),
                 *pass_warnings(passes),
                 *activation_warnings(artifacts),
             ),
@@ -128,36 +132,6 @@ def export(
         advance(1)
     with clock(f"prove and measure {exporter.format}"):
         return prove(prepared, model, exporter, artifact, evidence, progress)
-
-
-def text_windows(prepared: Prepared) -> tuple[Windows, Windows]:
-    """Calibration and evaluation windows; the audit says how much of the second occurs in the first."""
-    recipe, checkpoint = prepared.recipe, prepared.checkpoint
-    evaluate = recipe.evaluate
-    if evaluate is None:
-        # Parity is checked in every run, so a little text is needed all the same.
-        length = min(Evaluate().sequence_length, prepared.spec.max_positions)
-        evaluate = Evaluate(windows=PARITY_WINDOWS, sequence_length=length)
-    evaluation = token_windows(checkpoint, evaluate, "evaluation")
-    if recipe.measure is not None and evaluation.tokens.numel() < recipe.measure.prompt_tokens:
-        raise InputError(
-            f"the prompt is taken from the evaluation text: {recipe.measure.prompt_tokens} tokens were asked for, "
-            f"and its windows have {evaluation.tokens.numel()}",
-            where="measure.prompt_tokens",
-            fix="ask for a shorter prompt, or for more or longer evaluation windows",
-        )
-    if not prepared.needs_tokens:
-        return Windows(evaluation.tokens[:0], {"used": False}), evaluation
-    calibration = token_windows(checkpoint, recipe.calibration, "calibration")
-    shared = overlap(calibration.tokens, evaluation.tokens)
-    warnings = calibration.warnings
-    if shared > OVERLAP_WARNING:
-        warnings = (
-            *warnings,
-            f"{shared:.0%} of the evaluation text is in the calibration text: quality looks too good",
-        )
-    audit = {**calibration.audit, "used": True, "overlap_with_evaluation": shared}
-    return Windows(calibration.tokens, audit, warnings), evaluation
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from calibration.builtin import Part
-from calibration.errors import DataError
-from calibration.text import load_texts
-from calibration.windows import Windows, make_windows
+from calibration.writing import WINDOWS_AT_ONCE
 from compress import registry
 from compress.errors import InputError
 from compress.fields import plain
@@ -25,7 +22,7 @@ from compress.models.decoder import Decoder
 from compress.models.sources import open_model
 from compress.models.topology import DecoderSpec, describe
 from compress.protocols import SCOPES
-from compress.recipe import Calibration, Evaluate, Recipe, Step
+from compress.recipe import Evaluate, Recipe, Step
 from compress.report import PassRecord
 from compress.runner.observe import LIBRARIES
 from compress.runner.threads import resolve_threads
@@ -56,6 +53,11 @@ class Prepared:
     """In the order in which they run."""
     threads: int
 
+    @property
+    def writes_text(self) -> bool:
+        """Whether the model writes its own calibration text."""
+        return self.needs_tokens and self.recipe.calibration.source == "self"
+
     def of_scope(self, scope: str) -> list[Step]:
         """The passes over the checkpoint ("source"), over the whole model, or over one block at a time."""
         return [step for step in self.passes if step.value.scope == scope]
@@ -73,13 +75,13 @@ class Prepared:
             source.config, source.folder, source.name, tied, self.shapes, store, source.tensor, names
         )
 
-    def session(self, workdir: Path, tokens: Tensor, progress: Progress) -> Session:
+    def session(self, workdir: Path, tokens: Tensor, progress: Progress, real: Tensor | None = None) -> Session:
         """The state of a run with its blocks under ``workdir``; the passes have planned what they can so far."""
         store = Store(workdir / "blocks")
         decoder = Decoder(self.checkpoint, self.compressed(store).parameter)
         plan = {layer: scheme for layer, scheme in self.pinned.items() if scheme is not None}
         seed = self.recipe.calibration.seed
-        session = Session(decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress)
+        session = Session(decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real)
         complaints = [text for step in self.passes for text in step.value.check(session)]
         if complaints:
             raise InputError("\n".join(complaints))
@@ -196,64 +198,34 @@ def layer_shapes(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, tuple[i
     return {layer: (shape[0], shape[1]) for layer, shape in shapes.items()}
 
 
-def token_windows(checkpoint: Checkpoint, section: Calibration | Evaluate, part: Part) -> Windows:
-    """The windows that ``section`` asks for: a seeded choice for calibration, the first ones for evaluation."""
-    encode, separator = _tokenizer(checkpoint)
-    try:
-        windows = make_windows(
-            load_texts(section, part),
-            encode,
-            section.samples if isinstance(section, Calibration) else section.windows,
-            section.sequence_length,
-            seed=section.seed if isinstance(section, Calibration) else None,
-            separator_id=separator,
-            what=part,
-        )
-    except DataError as error:
-        raise InputError(error.what, where=error.where, fix=error.fix) from error
-    largest, known = int(windows.tokens.max()), checkpoint.config["vocab_size"]
-    if largest >= known:
-        raise InputError(
-            f"the tokenizer gives id {largest}, and the model knows {known}",
-            where=str(checkpoint.folder),
-            fix="put the model's own tokenizer files into the folder",
-        )
-    return windows
-
-
-def _tokenizer(checkpoint: Checkpoint) -> tuple[Any, int | None]:
-    """(texts to token ids without special tokens, the id that separates documents)."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"the tokenizer cannot be read: {reason}",
-            where=str(checkpoint.folder),
-            fix="save the tokenizer beside the model with save_pretrained",
-        ) from error
-    tokenizer.model_max_length = 1 << 62
-    return lambda texts: tokenizer(texts, add_special_tokens=False).input_ids, tokenizer.eos_token_id
-
-
 def check_room(prepared: Prepared, plan: Mapping[str, QuantScheme], folder: Path) -> dict[str, int]:
     """Disk and memory that the run will need, in bytes; InputError if there is clearly not enough of one."""
-    needed = {"disk_bytes": _disk_bytes(prepared, plan), "memory_bytes": _memory_bytes(prepared)}
+    writing = writing_bytes(prepared) if prepared.writes_text else 0
+    needed = {"disk_bytes": _disk_bytes(prepared, plan), "memory_bytes": max(_memory_bytes(prepared), writing)}
     parent = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     free_disk, free_memory = shutil.disk_usage(parent).free, psutil.virtual_memory().available
     problems = []
     if needed["disk_bytes"] > free_disk:
         problems.append(f"disk: about {size(needed['disk_bytes'])} needed, {size(free_disk)} free at {parent}")
     if needed["memory_bytes"] > free_memory:
-        problems.append(f"memory: about {size(needed['memory_bytes'])} needed, {size(free_memory)} available")
+        whole = " (source: self needs the whole model in memory)" if needed["memory_bytes"] == writing else ""
+        problems.append(f"memory: about {size(needed['memory_bytes'])} needed, {size(free_memory)} available{whole}")
     if problems:
         raise InputError(
             "not enough room for this run\n" + "\n".join(problems),
             fix="write elsewhere with --out, or ask for fewer or shorter calibration samples and evaluation windows",
         )
     return needed
+
+
+def writing_bytes(prepared: Prepared) -> int:
+    """What a model takes that writes its own calibration text: all weights, the key/value cache, logits."""
+    calibration, spec = prepared.recipe.calibration, prepared.spec
+    weights = sum(math.prod(prepared.original.shape(name)) for name in prepared.original.files)
+    windows = min(calibration.samples, WINDOWS_AT_ONCE)
+    cached = 2 * spec.layers * spec.kv_heads * spec.head_dim * calibration.sequence_length
+    # A block's tensors are there twice while it is loaded: small beside the whole.
+    return FLOAT_BYTES * (weights + windows * (cached + 4 * spec.vocab_size))
 
 
 def _disk_bytes(prepared: Prepared, plan: Mapping[str, QuantScheme]) -> int:

@@ -65,6 +65,8 @@ class Session:
     plan: dict[str, QuantScheme] = field(default_factory=dict)
     seed: int = 0
     progress: Progress = no_progress
+    real: Tensor | None = None
+    """bool [samples, sequence_length]: False where a window is padded (on the right). None: every token is real."""
 
     def free_layers(self) -> Sequence[str]:
         """The layers whose scheme the passes may choose, in model order."""

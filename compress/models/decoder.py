@@ -7,7 +7,7 @@ called with the blocks swapped for stand-ins that record what each block is give
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto import AutoConfig
 
+from compress.errors import InputError
 from compress.models.checkpoint import Checkpoint, check_tensors
 from compress.models.layout import Place, fuse, places
 from compress.models.topology import DecoderSpec, describe, explain_config
@@ -67,6 +68,17 @@ class _Replay(nn.Module):
 
     def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
         return self._hidden
+
+
+def _finite(values: Tensor, what: str) -> Tensor:
+    """``values`` [samples, length, width]; InputError if a token has one that is not finite."""
+    bad = int((~torch.isfinite(values)).any(-1).sum())
+    if bad:
+        raise InputError(
+            f"{what} is not finite at {bad} of {values[..., 0].numel()} tokens: the model overflows float32",
+            fix="check the weights of that part, or take a checkpoint that computes finite numbers",
+        )
+    return values
 
 
 class Decoder:
@@ -137,6 +149,15 @@ class Decoder:
             module.to("meta")
 
     @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The model of transformers with all of its weights in memory while the context lasts."""
+        with ExitStack() as stack:
+            stack.enter_context(self._ends())
+            for index in range(self.spec.layers):
+                stack.enter_context(self.block(index))
+            yield self._model
+
+    @contextmanager
     def _ends(self) -> Iterator[None]:
         """Embedding, final norm and head in memory while the context lasts."""
         outside = self._outside()
@@ -190,7 +211,8 @@ class Decoder:
         """:meth:`run_block` over many windows, a few at a time, without gradients."""
         with torch.no_grad():
             parts = torch.split(hidden, max(1, TOKENS_PER_FORWARD // hidden.shape[1]))
-            return torch.cat([self.run_block(index, module, part) for part in parts])
+            leaving = [_finite(self.run_block(index, module, part), f"what leaves block {index}") for part in parts]
+            return torch.cat(leaving)
 
     @torch.no_grad()
     def head_inputs(self, hidden: Tensor) -> Tensor:
@@ -212,7 +234,7 @@ class Decoder:
 
             def logits(hidden: Tensor) -> Tensor:
                 out: Tensor = self._after_blocks(self._model, hidden).logits
-                return out
+                return _finite(out, "what leaves the head")
 
             yield logits
 

@@ -121,12 +121,13 @@ class _Search:
         from compress.grid import MAX_WEIGHT, output_error, round_to_nearest
 
         found = []
-        for weight, scheme, stats in zip(weights or self.weights, self.schemes, self.stats, strict=True):
+        wanted = zip(self.layers, weights or self.weights, self.schemes, self.stats, strict=True)
+        for layer, weight, scheme, stats in wanted:
             factor = torch.ones(weight.shape[1]) if scale is None else self.group.to_inputs(scale)
             scaled = weight * factor
             if scale is not None and float(scaled.abs().max()) > MAX_WEIGHT:
                 return [float("inf")] * len(self.layers)
-            rounded = round_to_nearest(scaled, scheme, stats.importance / factor.square())
+            rounded = round_to_nearest(scaled, scheme, stats.importance / factor.square(), layer=layer)
             found.append(output_error(weight, rounded.dequantize() / factor, stats.gram))
         return found
 

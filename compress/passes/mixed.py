@@ -211,11 +211,12 @@ def fisher_information(session: Session, samples: int, wanted: set[str]) -> Iter
 
     One sweep forward keeps each block's inputs; one sweep back turns them into weight gradients, window by window,
     since the information of a window is the square of its whole gradient. One block is in memory at a time.
+    Padding has no loss, and no token before it looks at it: its gradients are zero.
     """
     import torch
 
     decoder, tokens = session.decoder, session.tokens[:samples]
-    layers = decoder.spec.layers
+    layers, real = decoder.spec.layers, tokens.numel() if session.real is None else int(session.real[:samples].sum())
     with session.progress("sensitivity", 2 * layers) as advance:
         hidden = decoder.embed(tokens)
         entering = []
@@ -242,7 +243,7 @@ def fisher_information(session: Session, samples: int, wanted: set[str]) -> Iter
                     leaves = [entered, *weights.values()]
                     entering_gradient, *found = torch.autograd.grad(left, leaves, gradient[window : window + 1])
                     for name, part in zip(weights, found, strict=True):
-                        fisher[name].addcmul_(part, part, value=1.0 / tokens.numel())
+                        fisher[name].addcmul_(part, part, value=1.0 / real)
                     gradient[window : window + 1] = entering_gradient
                 for layer, place in places.items():
                     yield layer, place.of(weights[place.parameter].detach()), place.of(fisher[place.parameter])
@@ -259,6 +260,8 @@ def head_gradient(session: Session, hidden: Tensor) -> Tensor:
         for window in range(len(hidden)):
             leaving = hidden[window : window + 1].detach().requires_grad_(True)
             log_p = torch.log_softmax(head(leaving)[0], -1)
+            if session.real is not None:
+                log_p = log_p[session.real[window]]
             drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
             loss = -log_p.gather(1, drawn).sum()
             (gradient[window : window + 1],) = torch.autograd.grad(loss, [leaving])

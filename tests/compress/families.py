@@ -147,15 +147,20 @@ class Compressed:
         return whole_model(folder)
 
 
-def compressed(folder: Path, workdir: Path, passes: Sequence[Any], tokens: Tensor) -> Compressed:
-    """Run ``passes`` (planners first) over the checkpoint in ``folder``; embedding and head get 8 bits."""
+def compressed(
+    folder: Path, workdir: Path, passes: Sequence[Any], tokens: Tensor, real: Tensor | None = None
+) -> Compressed:
+    """Run ``passes`` (planners first) over the checkpoint in ``folder``; embedding and head get 8 bits.
+
+    ``real``: False where ``tokens`` are padding.
+    """
     checkpoint = open_checkpoint(folder)
     spec = describe(checkpoint.config)
     shapes, store = layer_shapes(checkpoint, spec), Store(workdir)
     names = tuple(checkpoint.files)
     model = CompressedModel(checkpoint.config, folder, "tiny", spec.tied, shapes, store, checkpoint.tensor, names)
     ends = dict.fromkeys(spec.ends, INT8_G32)
-    session = Session(Decoder(checkpoint, model.parameter), tokens, store, shapes, dict(ends), dict(ends))
+    session = Session(Decoder(checkpoint, model.parameter), tokens, store, shapes, dict(ends), dict(ends), real=real)
     assert [text for step in passes for text in step.check(session)] == []
     for step in passes:
         if step.scope == "model":
