@@ -20,7 +20,7 @@ from compress.findings import activation_warnings, check_gates, describe_model, 
 from compress.markdown import render
 from compress.models.checkpoint import scan_finite
 from compress.patterns import match_layers
-from compress.prepare import FLOAT_BYTES, Prepared, check_room, prepare
+from compress.prepare import Prepared, check_room, prepare
 from compress.proof import REPORT_IT, Evidence, gather_evidence, prove
 from compress.protocols import Exporter
 from compress.recipe import Recipe, dump_yaml, to_dict
@@ -166,7 +166,7 @@ def plan(recipe: Recipe, out: Path | None = None, *, overwrite: bool = False, pr
     layers = []
     for layer, shape in prepared.shapes.items():
         scheme = session.plan.get(layer)
-        bytes_ = shape[0] * shape[1] * FLOAT_BYTES if scheme is None else scheme.stored_bits(shape) // 8
+        bytes_ = prepared.stored_bits(scheme, shape) // 8
         by = owner.get(layer, "default" if layer in prepared.pinned else "passes")
         layers.append(
             {"layer": layer, "shape": list(shape), "scheme": str(scheme or FLOAT), "set_by": by, "bytes": bytes_}

@@ -248,7 +248,16 @@ def split_groups(weight: Tensor, scheme: QuantScheme) -> Tensor:
 def round_to_nearest(
     weight: Tensor, scheme: QuantScheme, importance: Tensor | None = None, search: bool = True, layer: str = ""
 ) -> QuantizedTensor:
-    """Quantise float32 ``weight [out, in]``, each weight on its own; ``importance [in]`` weighs the scale search.
+    """Quantise float32 ``weight [out, in]``, each weight on its own, on the grid of :func:`grid_of`."""
+    grid = grid_of(weight, scheme, importance, search, layer)
+    codes = codes_of(split_groups(weight, scheme), grid, scheme).view(weight.shape[0], -1)[:, : weight.shape[1]]
+    return assemble(codes, grid, scheme)
+
+
+def grid_of(
+    weight: Tensor, scheme: QuantScheme, importance: Tensor | None = None, search: bool = True, layer: str = ""
+) -> Grid:
+    """The grid for float32 ``weight [out, in]``; ``importance [in]`` weighs the scale search.
 
     InputError, naming ``layer``, for weights that are not finite or too large for fp16 scales.
     """
@@ -259,12 +268,9 @@ def round_to_nearest(
             where=layer,
             fix="leave the layer in floating point with ignore: [...]",
         )
-    groups = split_groups(weight, scheme)
     if importance is not None:
         importance = split_groups(importance[None], scheme)[0]
-    grid = fit_groups(groups, scheme, importance, search)
-    codes = codes_of(groups, grid, scheme).view(weight.shape[0], -1)[:, : weight.shape[1]]
-    return assemble(codes, grid, scheme)
+    return fit_groups(split_groups(weight, scheme), scheme, importance, search)
 
 
 def assemble(codes: Tensor, grid: Grid, scheme: QuantScheme) -> QuantizedTensor:

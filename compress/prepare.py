@@ -21,7 +21,7 @@ from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import Decoder
 from compress.models.sources import open_model
 from compress.models.topology import DecoderSpec, describe
-from compress.protocols import SCOPES
+from compress.protocols import SCOPES, Resource
 from compress.recipe import Evaluate, Recipe, Step
 from compress.report import PassRecord
 from compress.runner.observe import LIBRARIES
@@ -34,6 +34,8 @@ from compress.units import size
 PARITY_WINDOWS = 2
 """Evaluation windows on which each artifact's logits are compared with the fake-quantised model."""
 FLOAT_BYTES = 4
+FROM_TOKENS: frozenset[Resource] = frozenset({"inputs", "activations"})
+"""What is made of calibration tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,12 @@ class Prepared:
     @property
     def needs_tokens(self) -> bool:
         """Whether any pass looks at calibration data."""
-        return any(step.value.scope == "model" or "inputs" in step.value.reads for step in self.passes)
+        return any(step.value.scope == "model" or step.value.reads & FROM_TOKENS for step in self.passes)
+
+    def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
+        """Bits of a weight ``shape`` (None: in floating point) in the artifact that takes most for it."""
+        bits: int = max(step.value.stored_bits(scheme, shape) for step in self.recipe.export)
+        return bits
 
     def compressed(self, store: Store) -> CompressedModel:
         """The model as far as ``store`` has it."""
@@ -81,7 +88,9 @@ class Prepared:
         decoder = Decoder(self.checkpoint, self.compressed(store).parameter)
         plan = {layer: scheme for layer, scheme in self.pinned.items() if scheme is not None}
         seed = self.recipe.calibration.seed
-        session = Session(decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real)
+        session = Session(
+            decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real, self.stored_bits
+        )
         complaints = [text for step in self.passes for text in step.value.check(session)]
         if complaints:
             raise InputError("\n".join(complaints))
@@ -108,7 +117,9 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     for step in recipe.export:
         found = [text for plan in (session.plan, *candidates) for text in step.value.check(spec, plan, shapes)]
         unfit += [f"{step.name}: {text}" for text in dict.fromkeys(found)]
-        remarks += [f"{step.name}: {text}" for text in step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)]
+        told = [text for plan in (session.plan, *candidates) for text in step.value.remarks(plan)]
+        told += step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)
+        remarks += [f"{step.name}: {text}" for text in dict.fromkeys(told)]
     if complaints or unfit:
         fix = "choose another scheme or exporter, or leave such layers in floating point with ignore: [...]"
         raise InputError("\n".join(complaints + unfit), fix=fix if unfit else "")

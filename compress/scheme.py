@@ -41,6 +41,8 @@ _PATTERN = re.compile(r"(?:int(?P<bits>\d+)|(?P<codebook>nf4))-(?:g(?P<group>\d+
 _BITS = (2, 3, 4, 8)
 FLOAT = "float"
 """The word that a recipe writes where a layer stays in floating point."""
+FLOAT_BITS = 32
+"""What a weight in floating point takes where nothing else is said: the widest that an artifact stores."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,11 @@ class QuantScheme:
         rows, columns = shape
         zero_bits = 0 if self.symmetric else self.bits
         return rows * (columns * self.bits + self.groups(columns) * (SCALE_BITS + zero_bits))
+
+
+def compact_bits(scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
+    """:meth:`QuantScheme.stored_bits`, and ``FLOAT_BITS`` a weight for None, a layer in floating point."""
+    return shape[0] * shape[1] * FLOAT_BITS if scheme is None else scheme.stored_bits(shape)
 
 
 INT8_G32 = QuantScheme(8, 32)

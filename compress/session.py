@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.scheme import QuantScheme
+from compress.scheme import QuantScheme, compact_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from compress.store import Store
     from compress.tensor import QuantizedTensor
 
+StoredBits = Callable[[QuantScheme | None, tuple[int, int]], int]
+"""(scheme or None for floating point, shape of a weight) -> bits that a file holds for it."""
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
 """``with progress("gptq", total) as advance: ... advance(1)``; the terminal draws it, a library call ignores it."""
@@ -36,7 +38,10 @@ class Block:
     may replace entries. ``inputs``: layer name -> statistics of that layer's input, where some pass reads them;
     layers that read the same input share one object. ``dense``: other tensors of the block by checkpoint name
     (norms, biases); a transform may replace entries and lists the names in ``changed``.
-    ``quantized``: what the quantiser of the run writes.
+    ``quantized``: what the quantiser of the run writes. For passes that read activations: ``entering``, batches of
+    hidden states float32 [windows, length, hidden] as the quantised blocks before put them out, and ``forward``, what
+    this block makes of such a batch with given tensors (all of the block's, by checkpoint name), differentiable.
+    Both are empty for the embedding and the head.
     """
 
     name: str
@@ -45,6 +50,8 @@ class Block:
     dense: dict[str, Tensor] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
+    entering: Sequence[Tensor] = ()
+    forward: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None
 
 
 @dataclass
@@ -67,6 +74,8 @@ class Session:
     progress: Progress = no_progress
     real: Tensor | None = None
     """bool [samples, sequence_length]: False where a window is padded (on the right). None: every token is real."""
+    stored_bits: StoredBits = compact_bits
+    """Of a layer in the recipe's artifacts: the most that one of them takes."""
 
     def free_layers(self) -> Sequence[str]:
         """The layers whose scheme the passes may choose, in model order."""

@@ -78,7 +78,7 @@ class Awq:
             LayerRecord(
                 layer=layer,
                 scheme=str(session.plan[layer]),
-                bytes=session.plan[layer].stored_bits(session.shapes[layer]) // 8,
+                bytes=session.stored_bits(session.plan[layer], session.shapes[layer]) // 8,
                 tokens=block.inputs[layer].tokens,
                 output_error=error,
                 rounding_error=unscaled,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.protocols import Resource
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     from compress.session import Session
 
-FLOAT_BITS = 32
-"""What a layer left in floating point counts for: the widest that an artifact stores."""
 GAP = 1e-6
 """Share of the loss by which the solver may miss the best plan."""
 ROOM_SCALE = 1e6
@@ -37,8 +36,9 @@ ROOM_SCALE = 1e6
 class Mixed:
     """Choose one of ``choices`` for each layer, so that the average stays at or under ``target_bits``.
 
-    The average is over the linear layers of the decoder blocks (the embedding and the head are pinned apart): codes,
-    fp16 scales and packed zero points, pinned layers with the bits of their scheme, layers in floating point with 32.
+    The average is over the linear layers of the decoder blocks (the embedding and the head are pinned apart): what the
+    recipe's artifacts hold for them, codes, scales and zero points, those pinned or left in floating point too. Of
+    several artifacts the one counts that takes most for a layer.
     ``samples`` calibration windows are used to measure sensitivity.
     """
 
@@ -64,8 +64,8 @@ class Mixed:
             return ["mixed: the recipe fixes every linear layer: there is nothing to choose"]
         # A first, cheapest plan: exporters check it before any work.
         for layer in layers:
-            session.plan[layer] = min(self.choices, key=lambda c: c.stored_bits(session.shapes[layer]))
-        least = fixed + sum(session.plan[layer].stored_bits(session.shapes[layer]) for layer in layers)
+            session.plan[layer] = min(self.choices, key=partial(_bits, session, layer))
+        least = fixed + sum(_bits(session, layer, session.plan[layer]) for layer in layers)
         if least <= self._budget(weights):
             return []
         # Rounded up: the number in the message must itself be reachable.
@@ -85,7 +85,7 @@ class Mixed:
         layers = self._free(session)
         loss = self._sensitivity(session, layers)
         fixed, weights = self._fixed_bits(session)
-        bits = [[choice.stored_bits(session.shapes[layer]) for choice in self.choices] for layer in layers]
+        bits = [[_bits(session, layer, choice) for choice in self.choices] for layer in layers]
         picked = solve([loss[layer] for layer in layers], bits, self._budget(weights) - fixed)
         for layer, choice in zip(layers, picked, strict=True):
             session.plan[layer] = self.choices[choice]
@@ -129,8 +129,7 @@ class Mixed:
             rows, columns = session.shapes[layer]
             weights += rows * columns
             if layer in session.pinned:
-                scheme = session.pinned[layer]
-                fixed += rows * columns * FLOAT_BITS if scheme is None else scheme.stored_bits((rows, columns))
+                fixed += _bits(session, layer, session.pinned[layer])
         return fixed, weights
 
     def _sensitivity(self, session: Session, layers: Sequence[str]) -> dict[str, list[float]]:
@@ -144,6 +143,10 @@ class Mixed:
                 error = round_to_nearest(weight, choice, layer=name).dequantize() - weight
                 loss[name].append(0.5 * float((fisher * error.square()).sum()))
         return {layer: loss[layer] for layer in layers}
+
+
+def _bits(session: Session, layer: str, scheme: QuantScheme | None) -> int:
+    return session.stored_bits(scheme, session.shapes[layer])
 
 
 def solve(loss: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], budget: int) -> list[int]:
