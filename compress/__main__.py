@@ -30,14 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except click.Abort:
+    except click.Abort as error:
         click.echo("interrupted", err=True)
+        _say_notes(error.__cause__)
         return INTERRUPTED
     except CompressError as error:
         _complain(error)
+        _say_notes(error)
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the edge of the program: whatever gets here is our bug
         _apologise(error, options.debug)
+        _say_notes(error)
         return 1
     return result if isinstance(result, int) else 0
 
@@ -63,6 +66,12 @@ def check_installation() -> None:
 def _complain(error: CompressError) -> None:
     gap = "\n" if "\n" in error.what else " "
     click.echo(f"{click.style(error.title, fg='red')}:{gap}{error}", err=True)
+
+
+def _say_notes(error: BaseException | None) -> None:
+    """What was kept, say."""
+    for note in getattr(error, "__notes__", []):
+        click.echo(f"  {note}", err=True)
 
 
 def _apologise(error: Exception, debug: bool) -> None:

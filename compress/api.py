@@ -35,17 +35,24 @@ def plan(recipe: Recipe | Path | str) -> Plan:
 
 
 def run(
-    recipe: Recipe | Path | str, out: Path | str, *, overwrite: bool = False, progress: Progress | None = None
+    recipe: Recipe | Path | str,
+    out: Path | str,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
 ) -> Report:
     """Compress the model of a recipe (or its file, or a bundled one's name), write ``out`` and measure what is in it.
 
-    ``overwrite`` replaces an earlier run in ``out``; ``progress`` is told of each step. Raises InputError for what the
+    ``overwrite`` replaces an earlier run in ``out``, and what an interrupted one has left; ``resume`` goes on with the
+    latter. ``progress`` is told of each step. Raises InputError for what the
     caller can mend, ParityError if an artifact is not what the passes chose. Failed gates are in ``report.gates``.
     """
     from compress import engine
     from compress.session import no_progress
 
-    return engine.run(_recipe(recipe), Path(out), overwrite=overwrite, progress=progress or no_progress)
+    shown = progress or no_progress
+    return engine.run(_recipe(recipe), Path(out), overwrite=overwrite, resume=resume, progress=shown)
 
 
 def _recipe(recipe: Recipe | Path | str) -> Recipe:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
 from calibration.stats import InputStats, RealTokens, collect_expert_inputs, collect_inputs
+from compress.activations import Activations
+from compress.journal import Journal
 from compress.protocols import BlockPass
-from compress.report import LayerRecord
+from compress.report import LayerRecord, decode
+from compress.scheme import QuantScheme
 from compress.session import Block, Session
 
 
@@ -23,52 +26,107 @@ class Done:
     seconds: float = 0.0
 
 
-def compress_blocks(session: Session, passes: Sequence[BlockPass]) -> list[Done]:
+def compress_blocks(session: Session, passes: Sequence[BlockPass], journal: Journal | None = None) -> list[Done]:
     """Run ``passes`` over every block of the model; what each of them did.
 
     Inputs are captured, and hidden states carried on, only if a pass reads them. Each block is fed what the quantised
-    blocks before it put out (Frantar et al. 2023, sec. 3.3).
+    blocks before it put out (Frantar et al. 2023, sec. 3.3). Blocks that ``journal`` knows are not done again: the
+    hidden states behind them are computed from what is stored.
     """
-    decoder, family = session.decoder, session.decoder.spec.family
-    wants_inputs = any("inputs" in step.reads for step in passes)
-    records = [Done() for _ in passes]
-    with session.progress("compressing blocks", decoder.spec.layers + 2) as advance:
-        _apply(session, passes, _end_block(session, family.embedding, {}), records)
+    family, layers = session.decoder.spec.family, session.decoder.spec.layers
+    walk = _Walk(session, passes, journal or Journal(), [Done() for _ in passes])
+    names = [family.embedding, *(family.block.format(index=index) for index in range(layers))]
+    names += [] if session.decoder.spec.tied else [family.head]
+    hidden: Activations | None = None
+    with session.progress("compressing blocks", layers + 2) as advance:
+        if not walk.restore(family.embedding):
+            walk.apply(_end_block(session, family.embedding, {}))
         advance(1)
-        hidden = decoder.embed(session.tokens) if wants_inputs else None
-        for index in range(decoder.spec.layers):
-            hidden = _one_block(session, passes, index, hidden, records)
+        if any("inputs" in step.reads for step in passes) and not all(map(walk.knows, names)):
+            hidden = session.decoder.room(session.tokens)
+            session.decoder.embed_into(session.tokens, hidden)
+        for index in range(layers):
+            if not walk.restore(family.block.format(index=index)):
+                _one_block(walk, index, hidden)
+            if hidden is not None:
+                # As it was stored, so that a run that goes on here computes the same.
+                with session.decoder.block(index) as module:
+                    session.decoder.run_block_into(index, module, hidden, hidden)
             advance(1)
-        if not decoder.spec.tied:
+        if family.head in names and not walk.restore(family.head):
             inputs = {} if hidden is None else _head_inputs(session, hidden)
-            _apply(session, passes, _end_block(session, family.head, inputs), records)
+            walk.apply(_end_block(session, family.head, inputs))
+        if hidden is not None:
+            hidden.close()
         advance(1)
-    return records
+    return walk.records
 
 
-def _one_block(
-    session: Session, passes: Sequence[BlockPass], index: int, hidden: Tensor | None, records: list[Done]
-) -> Tensor | None:
-    """Quantise block ``index``; the hidden states that leave it, if any entered."""
-    decoder, family = session.decoder, session.decoder.spec.family
+@dataclass
+class _Walk:
+    """The passes on their way through the model, and what they did so far."""
+
+    session: Session
+    passes: Sequence[BlockPass]
+    journal: Journal
+    records: list[Done]
+
+    def knows(self, block: str) -> bool:
+        """Whether an earlier process has finished ``block``."""
+        return self.journal.get(_step(block)) is not None
+
+    def restore(self, block: str) -> bool:
+        """Take ``block`` as an earlier process has stored it, if it did."""
+        found = self.journal.get(_step(block))
+        if found is None:
+            return False
+        schemes = {layer: QuantScheme.parse(text) for layer, text in found["schemes"].items()}
+        self.session.store.take(block, schemes, found["dense"])
+        for mine, entry in zip(self.records, found["passes"], strict=True):
+            mine.layers += [decode(LayerRecord, layer) for layer in entry["layers"]]
+            mine.seconds += entry["seconds"]
+        return True
+
+    def apply(self, block: Block) -> None:
+        """Run the passes on ``block`` and store what it became."""
+        done = []
+        for step, mine in zip(self.passes, self.records, strict=True):
+            started = time.perf_counter()
+            here = Done(list(step.apply(self.session, block)))
+            here.seconds = time.perf_counter() - started
+            mine.layers += here.layers
+            mine.seconds += here.seconds
+            done.append(here)
+        changed = {name: block.dense[name] for name in block.changed if name in block.dense}
+        # A transformed weight that nothing quantised is dense, and changed.
+        for layer, weight in block.weights.items():
+            if f"{layer}.weight" in block.changed and layer not in block.quantized:
+                changed[f"{layer}.weight"] = weight
+        self.session.store.put(block.name, block.quantized, changed)
+        found = {
+            "schemes": {layer: str(item.scheme) for layer, item in block.quantized.items()},
+            "dense": sorted(changed),
+            "passes": [asdict(here) for here in done],
+        }
+        file = self.session.store.file(block.name)
+        self.journal.add(_step(block.name), found, [file] if block.quantized or changed else [])
+
+
+def _step(block: str) -> str:
+    return f"block {block}"
+
+
+def _one_block(walk: _Walk, index: int, hidden: Activations | None) -> None:
+    """Quantise block ``index``, which ``hidden`` enters."""
+    decoder, family = walk.session.decoder, walk.session.decoder.spec.family
     tensors = decoder.block_tensors(index)
     layers = decoder.spec.block_linears(index)
     inputs: dict[str, InputStats] = {}
     if hidden is not None:
-        with decoder.block(index, tensors) as module, _collected(session, index, module) as inputs:
-            decoder.run_block_on_all(index, module, hidden)
-    weights = {layer: tensors[f"{layer}.weight"] for layer in layers}
-    dense = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in weights}
-    block = Block(family.block.format(index=index), weights, inputs, dense)
-    _apply(session, passes, block, records)
-    if hidden is None:
-        return None
-    tensors = {name: block.dense.get(name, tensor) for name, tensor in tensors.items()}
-    for layer in layers:
-        quantized = block.quantized.get(layer)
-        tensors[f"{layer}.weight"] = block.weights[layer] if quantized is None else quantized.dequantize()
-    with decoder.block(index, tensors) as module:
-        return decoder.run_block_on_all(index, module, hidden)
+        with decoder.block(index, tensors) as module, _collected(walk.session, index, module) as inputs:
+            decoder.run_block_into(index, module, hidden, None)
+    weights = {layer: tensors.pop(f"{layer}.weight") for layer in layers}
+    walk.apply(Block(family.block.format(index=index), weights, inputs, tensors))
 
 
 @contextmanager
@@ -88,19 +146,6 @@ def _collected(session: Session, index: int, module: nn.Module) -> Iterator[dict
             yield inputs | routed
 
 
-def _apply(session: Session, passes: Sequence[BlockPass], block: Block, records: list[Done]) -> None:
-    for step, mine in zip(passes, records, strict=True):
-        started = time.perf_counter()
-        mine.layers.extend(step.apply(session, block))
-        mine.seconds += time.perf_counter() - started
-    changed = {name: block.dense[name] for name in block.changed if name in block.dense}
-    # A transformed weight that nothing quantised is dense, and changed.
-    for layer, weight in block.weights.items():
-        if f"{layer}.weight" in block.changed and layer not in block.quantized:
-            changed[f"{layer}.weight"] = weight
-    session.store.put(block.name, block.quantized, changed)
-
-
 def _end_block(session: Session, layer: str, inputs: dict[str, InputStats]) -> Block:
     """The embedding or the head as a block of one layer."""
     return Block(layer, {layer: session.decoder.parameter(f"{layer}.weight")}, inputs)
@@ -112,7 +157,8 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
     return found
 
 
-def _head_inputs(session: Session, hidden: Tensor) -> dict[str, InputStats]:
-    stats = InputStats(hidden.shape[-1])
-    stats.update(*RealTokens(session.real).of(session.decoder.head_inputs(hidden)))
+def _head_inputs(session: Session, hidden: Activations) -> dict[str, InputStats]:
+    stats, tokens = InputStats(session.decoder.spec.hidden_size), RealTokens(session.real)
+    for window in session.decoder.head_inputs(hidden):
+        stats.update(*tokens.of(window))
     return {session.decoder.spec.family.head: stats}

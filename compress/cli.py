@@ -69,7 +69,8 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @_recipe_options
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for artifacts and report; else runs/RECIPE.")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
-@click.option("--overwrite", is_flag=True, help="Replace what the folder holds.")
+@click.option("--overwrite", is_flag=True, help="Replace what the folder holds, or an interrupted run has left.")
+@click.option("--resume", is_flag=True, help="Go on with a run into this folder that was interrupted.")
 def run(
     *,
     recipe: str,
@@ -80,6 +81,7 @@ def run(
     out: Path | None,
     dry_run: bool,
     overwrite: bool,
+    resume: bool,
 ) -> None:
     """Compress a model by RECIPE: a .yaml file, or the name of a bundled recipe."""
     from compress.recipe import find
@@ -87,12 +89,13 @@ def run(
     loaded = _load(recipe, model, overrides)
     folder = out or Path("runs") / find(recipe).stem
     if dry_run:
-        _show_plan(loaded, as_json, quiet, folder, overwrite)
+        _show_plan(loaded, as_json, quiet, folder, overwrite, resume)
         return
     _load_torch()
     from compress import engine, terminal
 
-    report = engine.run(loaded, folder, overwrite=overwrite, progress=terminal.progress(quiet))
+    _say_what_was_left(folder, overwrite, resume)
+    report = engine.run(loaded, folder, overwrite=overwrite, resume=resume, progress=terminal.progress(quiet))
     if as_json:
         click.echo(report.to_json())
     else:
@@ -290,10 +293,25 @@ def _load(recipe: str, model: str | None, overrides: Sequence[str]) -> Recipe:
     return load(recipe, registry.load, overrides, model)
 
 
-def _show_plan(recipe: Recipe, as_json: bool, quiet: bool, out: Path | None = None, overwrite: bool = False) -> None:
+def _say_what_was_left(out: Path, overwrite: bool, resume: bool) -> None:
+    """Say what becomes of a run into ``out`` that was interrupted."""
+    from compress.workspace import interrupted, partial_of
+
+    steps = interrupted(out)
+    if resume:
+        left = f"going on after {steps} finished steps" if steps else "nothing to resume: a new run"
+        click.echo(f"{partial_of(out)}: {left}", err=True)
+    elif steps and overwrite:
+        click.echo(f"{partial_of(out)}: {steps} finished steps of an interrupted run are removed", err=True)
+
+
+def _show_plan(
+    recipe: Recipe, as_json: bool, quiet: bool, out: Path | None = None, overwrite: bool = False, resume: bool = False
+) -> None:
     from compress import engine, terminal
 
-    planned = engine.plan(recipe, out, overwrite=overwrite, progress=terminal.progress(quiet)).to_dict()
+    shown = terminal.progress(quiet)
+    planned = engine.plan(recipe, out, overwrite=overwrite, resume=resume, progress=shown).to_dict()
     if as_json:
         _print_json(planned)
     else:

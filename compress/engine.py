@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,30 +16,35 @@ from compress.coverage import coverage_warnings, token_coverage
 from compress.errors import CompressError
 from compress.fields import plain
 from compress.findings import activation_warnings, check_gates, describe_model, environment, pass_warnings
+from compress.fingerprint import fingerprint
+from compress.journal import Journal
 from compress.markdown import render
 from compress.models.checkpoint import scan_finite
 from compress.patterns import match_layers
-from compress.prepare import Prepared, check_room, prepare
+from compress.prepare import Prepared, prepare
 from compress.proof import REPORT_IT, Evidence, gather_evidence, prove
-from compress.protocols import Exporter
+from compress.protocols import Exporter, Planner
 from compress.recipe import Recipe, dump_yaml, to_dict
-from compress.report import ArtifactRecord, PassRecord, Report
+from compress.report import ArtifactRecord, PassRecord, Report, decode
+from compress.room import check_room
 from compress.scheme import FLOAT
 from compress.session import CompressedModel, Progress, Session, no_progress
+from compress.store import preserve, restore
 from compress.texts import text_windows, written_windows
 from compress.workspace import check_free, workspace, write_manifest
 
-WORK = "work"
 
-
-def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progress = no_progress) -> Report:
+def run(
+    recipe: Recipe, out: Path, *, overwrite: bool = False, resume: bool = False, progress: Progress = no_progress
+) -> Report:
     """Compress the recipe's model, write every artifact into ``out``, prove and measure each, and say what was found.
 
-    Raises InputError for what the user can mend (nothing is written then), ParityError if an artifact is not what the
-    passes chose. A failed gate is in the report; the caller decides what to do about it.
+    ``resume`` goes on with a run into ``out`` that was interrupted, if there is one. Raises InputError for what the
+    user can mend, ParityError if an artifact is not what the passes chose; ``out`` is as it was then. A failed gate is
+    in the report; the caller decides what to do about it.
     """
     clock = Clock()
-    check_free(out, overwrite)
+    check_free(out, overwrite, resume)
     with clock("prepare"), progress("preparing", 3) as advance:
         prepared, session, remarks = prepare(recipe)
         torch.set_num_threads(prepared.threads)
@@ -49,19 +53,20 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
         needed = check_room(prepared, session.plan, out)
         advance(2)
     with clock("scan weights"), progress("scanning weights", len(prepared.original.files)) as advance:
-        scan_finite(prepared.original, advance)
+        weights = scan_finite(prepared.original, advance)
     if prepared.writes_text:
         with clock("write calibration text"):
             calibration = written_windows(prepared, evaluation, progress)
-    with workspace(out, overwrite, needed["disk_bytes"]) as folder:
-        session = prepared.session(folder / WORK, calibration.tokens, progress, calibration.real)
-        passes = run_passes(prepared, session, clock)
+    identity = fingerprint(prepared, calibration, weights)
+    with workspace(out, overwrite, needed["disk_bytes"], resume=resume, fingerprint=identity) as work:
+        folder = work.result
+        session = prepared.session(work.state, calibration.tokens, progress, calibration.real, work.scratch)
+        passes = run_passes(prepared, session, work.journal, clock)
         require_plan(session)
         model = prepared.compressed(session.store)
         with clock("reference logits"):
-            evidence = gather_evidence(prepared, model, evaluation.tokens, folder / WORK, progress)
+            evidence = gather_evidence(prepared, model, evaluation.tokens, work.scratch, progress)
         artifacts = [export(prepared, model, step.value, folder, evidence, clock, progress) for step in recipe.export]
-        shutil.rmtree(folder / WORK)
         coverage = token_coverage(prepared.spec, prepared.shapes, passes)
         report = Report(
             recipe=to_dict(recipe),
@@ -89,18 +94,30 @@ def run(recipe: Recipe, out: Path, *, overwrite: bool = False, progress: Progres
     return report
 
 
-def run_passes(prepared: Prepared, session: Session, clock: Clock) -> list[PassRecord]:
+def run_passes(prepared: Prepared, session: Session, journal: Journal, clock: Clock) -> list[PassRecord]:
     """What was done to the checkpoint; then planners over the whole model, then the other passes block by block."""
     records = list(prepared.rewrites)
-    for step in prepared.of_scope("model"):
+    for number, step in enumerate(prepared.of_scope("model")):
         with clock(step.name):
-            records.append(step.value.apply(session))
+            records.append(run_planner(session, step.value, f"pass {number} {step.name}", journal))
     steps = prepared.of_scope("block")
     with clock("blocks"):
-        done = compress_blocks(session, [step.value for step in steps])
+        done = compress_blocks(session, [step.value for step in steps], journal)
     for step, mine in zip(steps, done, strict=True):
         records.append(PassRecord(step.name, plain(step.value), mine.seconds, tuple(mine.layers)))
     return records
+
+
+def run_planner(session: Session, planner: Planner, name: str, journal: Journal) -> PassRecord:
+    """What a pass over the whole model did, now or in an earlier process; the session then has what it hands on."""
+    file = session.store.root.with_name(f"{name.replace(' ', '-')}.safetensors")
+    found = journal.get(name)
+    if found is not None:
+        restore(session, found["session"], file)
+        return decode(PassRecord, found["record"])
+    record = planner.apply(session)
+    journal.add(name, {"session": preserve(session, file), "record": asdict(record)}, [file])
+    return record
 
 
 def require_plan(session: Session) -> None:
@@ -153,10 +170,17 @@ class Plan:
         return asdict(self)
 
 
-def plan(recipe: Recipe, out: Path | None = None, *, overwrite: bool = False, progress: Progress = no_progress) -> Plan:
+def plan(
+    recipe: Recipe,
+    out: Path | None = None,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress = no_progress,
+) -> Plan:
     """Check what :func:`run` checks before it reads the weights, and say what it would do; writes nothing."""
     if out is not None:
-        check_free(out, overwrite)
+        check_free(out, overwrite, resume)
     with progress("preparing", 1) as advance:
         prepared, session, remarks = prepare(recipe)
         calibration, evaluation = text_windows(prepared)

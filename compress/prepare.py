@@ -1,20 +1,17 @@
-"""Everything that can be known before any work: passes and exporters against the model, texts, disk and memory."""
+"""Everything that can be known before any work: passes and exporters against the model, and texts."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
-from calibration.writing import WINDOWS_AT_ONCE
 from compress import registry
+from compress.activations import Spool
 from compress.errors import InputError
 from compress.fields import plain
 from compress.models.checkpoint import Checkpoint
@@ -22,14 +19,13 @@ from compress.models.decoder import Decoder
 from compress.models.sources import open_model
 from compress.models.topology import DecoderSpec, describe
 from compress.protocols import SCOPES, Resource
-from compress.recipe import Evaluate, Recipe, Step
+from compress.recipe import Recipe, Step
 from compress.report import PassRecord
 from compress.runner.observe import LIBRARIES
 from compress.runner.threads import resolve_threads
 from compress.scheme import INT8_G32, QuantScheme
 from compress.session import CompressedModel, Progress, Session, no_progress
 from compress.store import Store
-from compress.units import size
 
 PARITY_WINDOWS = 2
 """Evaluation windows on which each artifact's logits are compared with the fake-quantised model."""
@@ -82,10 +78,21 @@ class Prepared:
             source.config, source.folder, source.name, tied, self.shapes, store, source.tensor, names
         )
 
-    def session(self, workdir: Path, tokens: Tensor, progress: Progress, real: Tensor | None = None) -> Session:
-        """The state of a run with its blocks under ``workdir``; the passes have planned what they can so far."""
+    def session(
+        self,
+        workdir: Path,
+        tokens: Tensor,
+        progress: Progress,
+        real: Tensor | None = None,
+        scratch: Path | None = None,
+    ) -> Session:
+        """The state of a run with its blocks under ``workdir``; the passes have planned what they can so far.
+
+        ``real`` as in :class:`Session`. Large hidden states go to files under ``scratch``.
+        """
         store = Store(workdir / "blocks")
-        decoder = Decoder(self.checkpoint, self.compressed(store).parameter)
+        spool, precision = Spool(scratch and scratch / "hidden"), self.recipe.calibration.precision
+        decoder = Decoder(self.checkpoint, self.compressed(store).parameter, spool, precision)
         plan = {layer: scheme for layer, scheme in self.pinned.items() if scheme is not None}
         seed = self.recipe.calibration.seed
         session = Session(
@@ -207,67 +214,3 @@ def layer_shapes(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, tuple[i
         )
     shapes = {layer: checkpoint.shape(f"{layer}.weight") for layer in layers}
     return {layer: (shape[0], shape[1]) for layer, shape in shapes.items()}
-
-
-def check_room(prepared: Prepared, plan: Mapping[str, QuantScheme], folder: Path) -> dict[str, int]:
-    """Disk and memory that the run will need, in bytes; InputError if there is clearly not enough of one."""
-    writing = writing_bytes(prepared) if prepared.writes_text else 0
-    needed = {"disk_bytes": _disk_bytes(prepared, plan), "memory_bytes": max(_memory_bytes(prepared), writing)}
-    parent = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    free_disk, free_memory = shutil.disk_usage(parent).free, psutil.virtual_memory().available
-    problems = []
-    if needed["disk_bytes"] > free_disk:
-        problems.append(f"disk: about {size(needed['disk_bytes'])} needed, {size(free_disk)} free at {parent}")
-    if needed["memory_bytes"] > free_memory:
-        whole = " (source: self needs the whole model in memory)" if needed["memory_bytes"] == writing else ""
-        problems.append(f"memory: about {size(needed['memory_bytes'])} needed, {size(free_memory)} available{whole}")
-    if problems:
-        raise InputError(
-            "not enough room for this run\n" + "\n".join(problems),
-            fix="write elsewhere with --out, or ask for fewer or shorter calibration samples and evaluation windows",
-        )
-    return needed
-
-
-def writing_bytes(prepared: Prepared) -> int:
-    """What a model takes that writes its own calibration text: all weights, the key/value cache, logits."""
-    calibration, spec = prepared.recipe.calibration, prepared.spec
-    weights = sum(math.prod(prepared.original.shape(name)) for name in prepared.original.files)
-    windows = min(calibration.samples, WINDOWS_AT_ONCE)
-    cached = 2 * spec.layers * spec.kv_heads * spec.head_dim * calibration.sequence_length
-    # A block's tensors are there twice while it is loaded: small beside the whole.
-    return FLOAT_BYTES * (weights + windows * (cached + 4 * spec.vocab_size))
-
-
-def _disk_bytes(prepared: Prepared, plan: Mapping[str, QuantScheme]) -> int:
-    """What the work directory and the artifacts take, at most: a planner may still raise every layer to 8 bits."""
-    recipe, spec = prepared.recipe, prepared.spec
-    work = artifact = spec.max_positions * spec.head_dim * FLOAT_BYTES
-    for layer, (rows, columns) in prepared.shapes.items():
-        scheme = plan.get(layer)
-        if scheme is None:
-            artifact += rows * columns * FLOAT_BYTES
-        else:
-            # Codes take a byte each; a group has a scale (float32, in files fp16) and perhaps a zero point.
-            work += rows * (columns + 5 * scheme.groups(columns))
-            artifact += rows * (columns + 3 * scheme.groups(columns))
-    windows = PARITY_WINDOWS + (recipe.evaluate.windows if recipe.evaluate else 0)
-    return work + len(recipe.export) * artifact + windows * _logits_bytes(prepared)
-
-
-def _logits_bytes(prepared: Prepared) -> int:
-    """Of one evaluation window."""
-    section = prepared.recipe.evaluate or Evaluate()
-    return min(section.sequence_length, prepared.spec.max_positions) * prepared.spec.vocab_size * FLOAT_BYTES
-
-
-def _memory_bytes(prepared: Prepared) -> int:
-    """One block with its statistics, the largest layer, the hidden states of all windows, one window's logits."""
-    calibration, spec = prepared.recipe.calibration, prepared.spec
-    largest = max(rows * columns for rows, columns in prepared.shapes.values())
-    blocks = [[prepared.shapes[layer] for layer in spec.block_linears(index)] for index in range(spec.layers)]
-    block = max(sum(rows * columns for rows, columns in shapes) for shapes in blocks)
-    activations = 0
-    if prepared.needs_tokens:
-        activations = calibration.samples * calibration.sequence_length * spec.hidden_size
-    return FLOAT_BYTES * (4 * block + 2 * largest + 3 * activations) + 2 * _logits_bytes(prepared)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.activations import Spool
 from compress.errors import ParityError
 from compress.models.decoder import Decoder
 from compress.prepare import PARITY_WINDOWS, Prepared
@@ -56,9 +57,9 @@ def gather_evidence(
     if prepared.recipe.evaluate is None:
         evidence = Evidence(evidence.tokens, None, evidence.parity)
     else:
-        original = Decoder(prepared.original)
+        original = Decoder(prepared.original, spool=Spool(folder / "hidden"))
         write_logits(original, tokens, evidence.reference or folder, "reference logits", progress)
-    fake_quantised = Decoder(prepared.checkpoint, model.parameter)
+    fake_quantised = Decoder(prepared.checkpoint, model.parameter, Spool(folder / "hidden"))
     write_logits(fake_quantised, tokens[:PARITY_WINDOWS], evidence.parity, "logits to compare with", progress)
     return evidence
 

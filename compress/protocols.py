@@ -40,8 +40,18 @@ class Planner(Protocol):
         """Plans that between them hold every scheme that each layer may get: exporters check them before any work."""
         ...
 
+    def kept_windows(self, samples: int) -> int:
+        """Of ``samples`` calibration windows, those whose hidden states before every block it keeps at the same time.
+
+        Room is asked for by it.
+        """
+        ...
+
     def apply(self, session: Session) -> PassRecord:
-        """Do it, and say what was done."""
+        """Do it, and say what was done.
+
+        What it hands on in the session is the plan, and other fields that map layers to tensors.
+        """
         ...
 
 

@@ -83,6 +83,8 @@ class Calibration(CheckedSource):
     seed: int = 0
     packing: bool = True
     temperature: float = 1.0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What blocks multiply in while the calibration windows go through them."""
 
     def problems(self) -> list[str]:
         """Complaints, each ``field: message``."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compress.journal import PARTIAL, put_in_place
 from compress.scheme import QuantScheme
 from compress.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from compress.session import Session
 
 
 @dataclass
@@ -27,7 +32,7 @@ class Store:
     _dense: dict[str, Path] = field(default_factory=dict)
 
     def put(self, block: str, quantized: Mapping[str, QuantizedTensor], dense: Mapping[str, Tensor]) -> None:
-        """Write one block's results; the file appears whole or not at all."""
+        """Write one block's results; the file appears whole, and on the disk, or not at all."""
         tensors: dict[str, Tensor] = {f"dense:{name}": tensor.contiguous() for name, tensor in dense.items()}
         for name, item in quantized.items():
             tensors[f"{name}:codes"] = item.codes.contiguous()
@@ -37,13 +42,21 @@ class Store:
         if not tensors:
             return
         self.root.mkdir(parents=True, exist_ok=True)
-        path = self.root / f"{block}.safetensors"
-        partial = path.with_suffix(".partial")
+        path = self.file(block)
+        partial = path.with_suffix(PARTIAL)
         save_file(tensors, partial)
-        partial.replace(path)
-        for name, item in quantized.items():
-            self.schemes[name] = item.scheme
-            self._files[name] = path
+        put_in_place(partial, path)
+        self.take(block, {name: item.scheme for name, item in quantized.items()}, list(dense))
+
+    def file(self, block: str) -> Path:
+        """Where :meth:`put` writes a block that has anything to write."""
+        return self.root / f"{block}.safetensors"
+
+    def take(self, block: str, schemes: Mapping[str, QuantScheme], dense: Sequence[str]) -> None:
+        """Know what the file of ``block`` holds: quantised layers with their schemes, and dense tensors."""
+        path = self.file(block)
+        self.schemes.update(schemes)
+        self._files.update(dict.fromkeys(schemes, path))
         self._dense.update(dict.fromkeys(dense, path))
 
     def quantized(self, name: str) -> QuantizedTensor:
@@ -64,3 +77,31 @@ class Store:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.schemes)
+
+
+def preserve(session: Session, file: Path) -> dict[str, Any]:
+    """Write what a pass over the whole model handed on: the plan, and every field that maps layers to tensors.
+
+    Tensors go to ``file``; what comes back are plain JSON values for :func:`restore`.
+    """
+    tensors = {
+        f"{item.name}:{layer}": tensor.clone()
+        for item in fields(session)
+        if isinstance(found := getattr(session, item.name), dict)
+        for layer, tensor in found.items()
+        if isinstance(tensor, Tensor)
+    }
+    partial = file.with_suffix(PARTIAL)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, partial)
+    put_in_place(partial, file)
+    return {"plan": {layer: str(scheme) for layer, scheme in session.plan.items()}}
+
+
+def restore(session: Session, state: Mapping[str, Any], file: Path) -> None:
+    """Give ``session`` what :func:`preserve` wrote."""
+    session.plan.clear()
+    session.plan.update({layer: QuantScheme.parse(text) for layer, text in state["plan"].items()})
+    for name, tensor in load_file(file).items():
+        field_name, _, layer = name.partition(":")
+        getattr(session, field_name)[layer] = tensor

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from compress.errors import InputError
+from compress.journal import Journal, sha256_of, steps_done, sync
+from compress.lock import LOCK, held, refuse_if_held
 from compress.units import size
 
 MANIFEST = "manifest.json"
+RESULT, STATE, SCRATCH = "result", "state", "scratch"
+"""What is in the partial folder, beside the lock."""
 FULL = {27: "the file size limit is reached", 28: "the disk is full", 122: "the disk quota is used up"}
 """errno -> what it means: EFBIG, ENOSPC, EDQUOT."""
 
 
-def check_free(out: Path, overwrite: bool) -> None:
-    """InputError if ``out`` cannot be written, or holds something that must not be replaced."""
+def check_free(out: Path, overwrite: bool, resume: bool = False, *, mine: bool = False) -> None:
+    """InputError if ``out`` cannot be written, or it or its partial folder holds what must not be replaced.
+
+    ``mine``: this process works in the partial folder itself.
+    """
     place = out.resolve()
     _check_parent(place)
+    _check_partial(partial_of(out), overwrite or resume, mine)
     if not place.exists():
         return
     if not place.is_dir():
@@ -47,6 +54,26 @@ def check_free(out: Path, overwrite: bool) -> None:
         )
 
 
+def _check_partial(partial: Path, allowed: bool, mine: bool) -> None:
+    if not partial.is_dir():
+        return
+    if not mine:
+        refuse_if_held(partial)
+    foreign = sorted({path.name for path in partial.iterdir()} - {RESULT, STATE, SCRATCH, LOCK})
+    if foreign:
+        raise InputError(
+            f"the folder holds something that no run of compress wrote: {foreign[0]}",
+            where=str(partial),
+            fix="move it away, or choose another --out",
+        )
+    if not allowed and (steps := steps_done(partial / STATE)):
+        raise InputError(
+            f"an interrupted run has left {steps} finished steps",
+            where=str(partial),
+            fix="go on with it with --resume, or remove it and start anew with --overwrite",
+        )
+
+
 def _check_parent(place: Path) -> None:
     parent = next(folder for folder in place.parents if folder.exists())
     if not parent.is_dir():
@@ -55,35 +82,83 @@ def _check_parent(place: Path) -> None:
         raise InputError("this folder may not be written to", where=str(parent), fix="choose another --out")
 
 
-@contextmanager
-def workspace(out: Path, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
-    """A temporary folder beside ``out`` that takes its name when the context ends well, and vanishes when not.
+@dataclass(frozen=True)
+class Workspace:
+    """The folders of a run. ``result`` becomes the output; ``state`` stays when the run is interrupted."""
 
-    Where ``out`` is a link, what it points to is replaced. A disk that is full becomes an InputError with the path
-    and ``needed_bytes``.
+    result: Path
+    state: Path
+    scratch: Path
+    journal: Journal
+    """What was finished, under ``state``."""
+
+
+@contextmanager
+def workspace(
+    out: Path,
+    overwrite: bool,
+    needed_bytes: int,
+    *,
+    resume: bool = False,
+    fingerprint: Mapping[str, str] | None = None,
+) -> Iterator[Workspace]:
+    """A folder beside ``out``, whose result takes that name when the context ends well.
+
+    When not, what the journal has is kept for another run with ``resume``, and a note on the exception says so; where
+    it has nothing, the folder vanishes. Where ``out`` is a link, what it points to is replaced. A disk that is full
+    becomes an InputError with the path and ``needed_bytes``.
     """
-    check_free(out, overwrite)
+    check_free(out, overwrite, resume)
     place = out.resolve()
     made = [folder for folder in place.parents if not folder.exists()]
+    partial = partial_of(out)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
-    except OSError as error:
-        _remove_empty(made)
-        raise InputError(
-            f"cannot write here: {error.strerror}", where=str(place.parent), fix="choose another --out"
-        ) from error
-    try:
-        with explain_full_disk(out, needed_bytes):
-            yield partial
-            _sync(partial)
-        # Hours may have passed: another run may have taken the name.
-        check_free(out, overwrite)
-        _replace(partial, place)
+        with held(partial, lambda: steps_done(partial / STATE) > 0):
+            _finish_replacing(place)
+            check_free(out, overwrite, resume, mine=True)
+            _clear(partial, keep_state=resume and steps_done(partial / STATE) > 0)
+            journal = Journal(partial / STATE, fingerprint)
+            try:
+                with explain_full_disk(out, needed_bytes):
+                    yield _folders(partial, journal)
+                    _sync_files(partial / RESULT)
+                # Hours may have passed: another run may have taken the name.
+                check_free(out, overwrite, resume=True, mine=True)
+                _replace(partial / RESULT, place)
+            except BaseException as error:
+                _clear(partial, keep_state=True)
+                if steps := steps_done(partial / STATE):
+                    error.add_note(f"{steps} finished steps are kept in {partial}: go on with --resume")
+                raise
+            # In one move: half a state would look damaged.
+            (partial / STATE).rename(partial / SCRATCH / STATE)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if not place.exists():
+        if not place.exists() and not partial.exists():
             _remove_empty(made)
+
+
+def partial_of(out: Path) -> Path:
+    """Where a run into ``out`` works until it is finished."""
+    place = out.resolve()
+    return place.with_name(f".{place.name}.partial")
+
+
+def interrupted(out: Path) -> int:
+    """How many steps an interrupted run into ``out`` has left."""
+    return steps_done(partial_of(out) / STATE)
+
+
+def _folders(partial: Path, journal: Journal) -> Workspace:
+    found = Workspace(partial / RESULT, partial / STATE, partial / SCRATCH, journal)
+    for folder in (found.result, found.scratch):
+        folder.mkdir()
+    return found
+
+
+def _clear(partial: Path, keep_state: bool) -> None:
+    """Remove what an earlier run has left, or what another run would make anew."""
+    for name in (RESULT, SCRATCH) if keep_state else (RESULT, SCRATCH, STATE):
+        shutil.rmtree(partial / name, ignore_errors=True)
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
@@ -104,7 +179,7 @@ def explain_full_disk(out: Path, needed_bytes: int) -> Iterator[None]:
         if reason is None:
             raise
         raise InputError(
-            f"{reason}: about {size(needed_bytes)} needed, {size(free)} were free; nothing was written",
+            f"{reason}: about {size(needed_bytes)} needed, {size(free)} were free; it is as it was before",
             where=str(out),
             fix="free some space, raise the limit, or choose another --out",
         ) from error
@@ -126,9 +201,7 @@ def write_manifest(folder: Path) -> None:
     """``manifest.json``: SHA-256 and size of every file under ``folder``."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        files[path.relative_to(folder).as_posix()] = {"sha256": digest, "bytes": path.stat().st_size}
+        files[path.relative_to(folder).as_posix()] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -137,32 +210,33 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _sync(folder: Path) -> None:
+def _sync_files(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(path)
 
 
-def _replace(partial: Path, out: Path) -> None:
-    """Give ``partial`` the name ``out``; what was there goes only once the new folder has the name."""
-    partial.chmod(0o777 & ~_umask())
-    if not out.exists():
-        partial.rename(out)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old-", dir=out.parent))
-    out.rename(old / "run")
+def _replace(result: Path, out: Path) -> None:
+    """Give ``result`` the name ``out``; what was there goes only once the new folder has the name."""
+    old = _replaced(out)
+    if out.exists():
+        out.rename(old)
     try:
-        partial.rename(out)
+        result.rename(out)
     except BaseException:
-        if not out.exists():
-            (old / "run").rename(out)
+        _finish_replacing(out)
         raise
-    finally:
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _replaced(out: Path) -> Path:
+    return out.with_name(f".{out.name}.replaced")
+
+
+def _finish_replacing(out: Path) -> None:
+    """Put right what a run killed in the middle of :func:`_replace` has left."""
+    old = _replaced(out)
+    if out.exists():
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    elif old.exists():
+        old.rename(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of safetensors that a weight may have."""
 SHOWN = 20
 ROWS_AT_ONCE = 4096
+UNMAP_BYTES = 1 << 28
+"""Read this much of the files before they are closed and opened again."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,31 @@ class Part:
         return found
 
 
+class OpenFiles:
+    """safetensors files, opened when they are wanted.
+
+    They are mapped, and pages that were read count as memory of this process until the file is closed: so all are
+    closed after every ``UNMAP_BYTES``. A tensor that is still in use keeps its own pages.
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[Path, Any] = {}
+        self._bytes = 0
+
+    def get(self, path: Path) -> Any:
+        """The open file."""
+        if path not in self._handles:
+            self._handles[path] = safe_open(path, framework="pt")
+        return self._handles[path]
+
+    def count(self, nbytes: int) -> None:
+        """Note that so many bytes were read."""
+        self._bytes += nbytes
+        if self._bytes > UNMAP_BYTES:
+            self._handles.clear()
+            self._bytes = 0
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """Config, tokenizer folder and lazily read tensors. ``files`` maps each tensor name to its safetensors file.
@@ -57,17 +85,15 @@ class Checkpoint:
     config: Mapping[str, Any]
     files: Mapping[str, Path]
     parts: Mapping[str, tuple[str, Place]] = field(default_factory=dict)
-    _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+    _opened: OpenFiles = field(default_factory=OpenFiles, repr=False, compare=False)
 
     def _file(self, tensor: str) -> Any:
-        path = self.files[tensor]
-        if path not in self._handles:
-            self._handles[path] = safe_open(path, framework="pt")
-        return self._handles[path]
+        return self._opened.get(self.files[tensor])
 
     def tensor(self, name: str) -> Tensor:
         """The tensor in its stored dtype; KeyError if the checkpoint has none of that name."""
         found: Tensor = self.slice(name)[:] if name in self.parts else self._file(name).get_tensor(name)
+        self._opened.count(found.nbytes)
         return found
 
     def slice(self, name: str) -> Any:
@@ -237,11 +263,17 @@ def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     return all(torch.equal(left[i : i + ROWS_AT_ONCE], right[i : i + ROWS_AT_ONCE]) for i in starts)
 
 
-def scan_finite(checkpoint: Checkpoint, advance: Callable[[int], None]) -> None:
-    """Read every tensor once; InputError lists each that holds NaN or infinite values, with their count."""
-    bad = []
+def scan_finite(checkpoint: Checkpoint, advance: Callable[[int], None]) -> str:
+    """Read every tensor once: SHA-256 of all weights, with names, types and shapes, in whatever files they are.
+
+    InputError lists each tensor that holds NaN or infinite values, with their count.
+    """
+    bad, digests = [], {}
     for name in checkpoint.files:
         tensor = checkpoint.tensor(name)
+        content = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        content.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digests[name] = content.hexdigest()
         # One sum over the tensor is much faster than isfinite, and is not finite if any element is not.
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
             count = int((~torch.isfinite(tensor)).sum())
@@ -254,3 +286,4 @@ def scan_finite(checkpoint: Checkpoint, advance: Callable[[int], None]) -> None:
             where=str(checkpoint.folder),
             fix="repair or re-download the checkpoint: nothing useful can be computed from it",
         )
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -16,13 +16,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto import AutoConfig
 
+from compress.activations import Activations, Spool
 from compress.errors import InputError
 from compress.models.checkpoint import Checkpoint, check_tensors
-from compress.models.layout import Place, fuse, places
+from compress.models.layout import Place, fuse, places, unfused
 from compress.models.topology import DecoderSpec, describe, explain_config
 
 Read = Callable[[str], Tensor]
 """A parameter by its checkpoint name, any dtype."""
+States = Tensor | Activations
+"""Hidden states float32 [windows, length, hidden], wherever they are."""
+Precision = Literal["float32", "bfloat16"]
 TOKENS_PER_FORWARD = 2048
 PLAIN_OUTPUT = {
     "output_attentions": False,
@@ -31,6 +35,13 @@ PLAIN_OUTPUT = {
     "return_dict": True,
 }
 """Settings of a checkpoint's configuration that ask its forward for more, or for something else, than the result."""
+
+
+def pieces(windows: States) -> Iterator[slice]:
+    """Slices of [windows, length, ...] that go through a block at once; the same in every run."""
+    step = max(1, TOKENS_PER_FORWARD // windows.shape[1])
+    for start in range(0, len(windows), step):
+        yield slice(start, min(start + step, len(windows)))
 
 
 class _Recorder(nn.Module):
@@ -84,11 +95,20 @@ def _finite(values: Tensor, what: str) -> Tensor:
 class Decoder:
     """The model of a checkpoint, float32, without its weights until they are asked for.
 
-    ``read`` gives parameters by checkpoint name: the checkpoint's own, or those of a compressed model.
+    ``read`` gives parameters by checkpoint name: the checkpoint's own, or those of a compressed model. ``spool`` makes
+    room for hidden states; without one they are in memory. In ``precision`` blocks multiply where many windows go
+    through them without gradients; hidden states between them are float32.
     """
 
-    def __init__(self, checkpoint: Checkpoint, read: Read | None = None) -> None:
-        self.checkpoint = checkpoint
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        read: Read | None = None,
+        spool: Spool | None = None,
+        precision: Precision = "float32",
+    ) -> None:
+        self.checkpoint, self._precision = checkpoint, precision
+        self._spool = spool or Spool()
         self.spec: DecoderSpec = describe(checkpoint.config, checkpoint.folder / "config.json")
         self._read = read or checkpoint.tensor
         config: PreTrainedConfig = AutoConfig.for_model(**{**checkpoint.config, **PLAIN_OUTPUT})
@@ -106,8 +126,7 @@ class Decoder:
 
     def _places_in(self, index: int) -> dict[str, Place]:
         block = self.spec.family.block.format(index=index)
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._blocks[index].named_parameters()}
-        return places(self.spec.family, block, shapes)
+        return places(self.spec.family, block, self._parameter_shapes(index))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor that the checkpoint must have."""
@@ -128,8 +147,11 @@ class Decoder:
         return self._read(name).to(torch.float32)
 
     def block_tensors(self, index: int) -> dict[str, Tensor]:
-        """Every tensor of block ``index``, float32, by checkpoint name."""
-        return {name: self.parameter(name) for name in self._places[index]}
+        """Every tensor of block ``index``, float32, by checkpoint name; experts are views of a fused parameter."""
+        return unfused(self._places[index], self.parameter, self._parameter_shapes(index))
+
+    def _parameter_shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._blocks[index].named_parameters()}
 
     def place(self, index: int, layer: str) -> Place:
         """Where the weight of ``layer`` lies in the parameters of block ``index``, as transformers names them."""
@@ -139,9 +161,11 @@ class Decoder:
     def block(self, index: int, tensors: dict[str, Tensor] | None = None) -> Iterator[nn.Module]:
         """Block ``index`` with its weights (or ``tensors``, by checkpoint name) in memory while the context lasts."""
         module = self._blocks[index]
-        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         values = self.block_tensors(index) if tensors is None else tensors
-        module.load_state_dict(fuse(self._places[index], values, shapes), strict=True, assign=True)
+        fused = fuse(self._places[index], values, self._parameter_shapes(index))
+        module.load_state_dict(fused, strict=True, assign=True)
+        # The module holds them now, and the caller may let go of its own.
+        del values, fused, tensors
         module.requires_grad_(False)
         try:
             yield module
@@ -174,20 +198,30 @@ class Decoder:
         if self.spec.tied:
             self._model.get_submodule(self.spec.family.head).weight = self._model.get_input_embeddings().weight
 
-    @torch.no_grad()
+    def room(self, tokens: Tensor) -> Activations:
+        """Room for the hidden states of ``tokens`` [windows, length], in memory or in a file."""
+        return self._spool.room((tokens.shape[0], tokens.shape[1], self.spec.hidden_size))
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [samples, length, hidden] that enter the first block, for int64 tokens [samples, length]."""
+        hidden = torch.empty(*tokens.shape, self.spec.hidden_size)
+        self.embed_into(tokens, hidden)
+        return hidden
+
+    @torch.no_grad()
+    def embed_into(self, tokens: Tensor, hidden: States) -> None:
+        """:meth:`embed`, written to ``hidden`` a few windows at a time."""
         recorders = [_Recorder(block) for block in self._blocks]
         with self._ends(), self._swapped(recorders):
             # With no block in between, the inner model would apply its final norm: take what the recorder saw.
             kept: list[Tensor] = []
             handle = recorders[0].register_forward_pre_hook(lambda _, given: kept.append(given[0]))
-            for batch in torch.split(tokens, max(1, TOKENS_PER_FORWARD // tokens.shape[1])):
-                self._inner(input_ids=batch, use_cache=False)
+            for here in pieces(tokens):
+                self._inner(input_ids=tokens[here], use_cache=False)
+                hidden[here] = kept.pop()
             handle.remove()
             self._inner(input_ids=tokens[:1], use_cache=False)
         self._arguments = (tokens.shape[1], [recorder.arguments for recorder in recorders])
-        return torch.cat(kept)
 
     @contextmanager
     def _swapped(self, blocks: list[Any]) -> Iterator[None]:
@@ -209,18 +243,30 @@ class Decoder:
 
     def run_block_on_all(self, index: int, module: nn.Module, hidden: Tensor) -> Tensor:
         """:meth:`run_block` over many windows, a few at a time, without gradients."""
-        with torch.no_grad():
-            parts = torch.split(hidden, max(1, TOKENS_PER_FORWARD // hidden.shape[1]))
-            leaving = [_finite(self.run_block(index, module, part), f"what leaves block {index}") for part in parts]
-            return torch.cat(leaving)
+        leaving = torch.empty_like(hidden)
+        self.run_block_into(index, module, hidden, leaving)
+        return leaving
 
     @torch.no_grad()
-    def head_inputs(self, hidden: Tensor) -> Tensor:
-        """What the head is fed: the last block's hidden states [samples, length, hidden] after the final norm."""
+    def run_block_into(self, index: int, module: nn.Module, hidden: States, leaving: States | None) -> None:
+        """:meth:`run_block_on_all`, written to ``leaving`` a few windows at a time; that may be ``hidden`` itself.
+
+        None: what leaves is not wanted, only what hooks on ``module`` see.
+        """
+        lower = self._precision == "bfloat16"
+        with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+            for here in pieces(hidden):
+                left = _finite(self.run_block(index, module, hidden[here]), f"what leaves block {index}")
+                if leaving is not None:
+                    leaving[here] = left
+
+    @torch.no_grad()
+    def head_inputs(self, hidden: States) -> Iterator[Tensor]:
+        """What the head is fed, window by window: the last block's [1, length, hidden] after the final norm."""
         with self._ends():
-            return torch.cat(
-                [self._after_blocks(self._inner, part).last_hidden_state for part in torch.split(hidden, 1)]
-            )
+            for window in range(len(hidden)):
+                out: Tensor = self._after_blocks(self._inner, hidden[window : window + 1]).last_hidden_state
+                yield out
 
     def _after_blocks(self, model: nn.Module, hidden: Tensor) -> Any:
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64)
@@ -250,11 +296,13 @@ class Decoder:
     @torch.no_grad()
     def logits(self, tokens: Tensor, advance: Callable[[int], None] = lambda _: None) -> Iterator[Tensor]:
         """Logits [length, vocab] of each window of int64 tokens [windows, length], one block in memory at a time."""
-        hidden = self.embed(tokens)
+        hidden = self.room(tokens)
+        self.embed_into(tokens, hidden)
         for index in range(self.spec.layers):
             with self.block(index) as module:
-                hidden = self.run_block_on_all(index, module, hidden)
+                self.run_block_into(index, module, hidden, hidden)
             advance(1)
         with self.head() as head:
-            for window in torch.split(hidden, 1):
-                yield head(window)[0]
+            for window in range(len(hidden)):
+                yield head(hidden[window : window + 1])[0]
+        hidden.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,16 +47,59 @@ def places(family: Family, block: str, shapes: Mapping[str, Sequence[int]]) -> d
 def fuse(
     where: Mapping[str, Place], tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """The block's parameters from its tensors by checkpoint name; KeyError if one is missing."""
+    """The block's parameters from its tensors by checkpoint name; KeyError if one is missing.
+
+    Tensors that :func:`unfused` made are put together without a copy.
+    """
     fused: dict[str, Tensor] = {}
+    shared = _shared_parameters(where, tensors, shapes)
     for name, place in where.items():
         if not place.index:
             fused[place.parameter] = tensors[name]
+        elif place.parameter in shared:
+            fused[place.parameter] = shared[place.parameter]
+        else:
+            if place.parameter not in fused:
+                fused[place.parameter] = torch.empty(*shapes[place.parameter])
+            place.of(fused[place.parameter]).copy_(tensors[name])
+    return fused
+
+
+def unfused(
+    where: Mapping[str, Place], read: Callable[[str], Tensor], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    """Every tensor of a block by checkpoint name; those of one fused parameter are views of it, in one piece."""
+    fused: dict[str, Tensor] = {}
+    found = {}
+    for name, place in where.items():
+        if not place.index:
+            found[name] = read(name)
             continue
         if place.parameter not in fused:
             fused[place.parameter] = torch.empty(*shapes[place.parameter])
-        place.of(fused[place.parameter]).copy_(tensors[name])
-    return fused
+        found[name] = place.of(fused[place.parameter]).copy_(read(name))
+    return found
+
+
+def _shared_parameters(
+    where: Mapping[str, Place], tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    """The fused parameters of which all tensors are views already."""
+    parts: dict[str, list[tuple[Place, Tensor]]] = {}
+    for name, place in where.items():
+        if place.index:
+            parts.setdefault(place.parameter, []).append((place, tensors[name]))
+    wholes = {parameter: _whole(found, tuple(shapes[parameter])) for parameter, found in parts.items()}
+    return {parameter: whole for parameter, whole in wholes.items() if whole is not None}
+
+
+def _whole(parts: Sequence[tuple[Place, Tensor]], shape: tuple[int, ...]) -> Tensor | None:
+    """The tensor of ``shape`` that each of ``parts`` is a view of, at its place; None if there is none."""
+    whole = parts[0][1]._base
+    if whole is None or tuple(whole.shape) != shape:
+        return None
+    lies = all(part._base is whole and place.of(whole).data_ptr() == part.data_ptr() for place, part in parts)
+    return whole if lies else None
 
 
 def apart(family: Family, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, Place]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
@@ -23,8 +23,9 @@ from compress.scheme import QuantScheme
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from compress.models.decoder import Decoder, States
     from compress.session import Session
 
 GAP = 1e-6
@@ -78,6 +79,10 @@ class Mixed:
     def candidates(self, session: Session) -> list[dict[str, QuantScheme]]:
         """One plan a choice."""
         return [dict.fromkeys(self._free(session), choice) for choice in self.choices]
+
+    def kept_windows(self, samples: int) -> int:
+        """The windows that sensitivity is measured on."""
+        return min(self.samples, samples)
 
     def apply(self, session: Session) -> PassRecord:
         """Measure, solve, write the plan."""
@@ -216,56 +221,88 @@ def fisher_information(session: Session, samples: int, wanted: set[str]) -> Iter
     since the information of a window is the square of its whole gradient. One block is in memory at a time.
     Padding has no loss, and no token before it looks at it: its gradients are zero.
     """
-    import torch
-
     decoder, tokens = session.decoder, session.tokens[:samples]
     layers, real = decoder.spec.layers, tokens.numel() if session.real is None else int(session.real[:samples].sum())
     with session.progress("sensitivity", 2 * layers) as advance:
-        hidden = decoder.embed(tokens)
-        entering = []
+        entering = [decoder.room(tokens)]
+        decoder.embed_into(tokens, entering[0])
         for index in range(layers):
-            entering.append(hidden)
+            entering.append(decoder.room(tokens))
             with decoder.block(index) as module:
-                hidden = decoder.run_block_on_all(index, module, hidden)
+                decoder.run_block_into(index, module, entering[-2], entering[-1])
             advance(1)
-        gradient = head_gradient(session, hidden)
+        gradient = entering.pop()
+        head_gradient(session, gradient, gradient)
         for index in reversed(range(layers)):
-            tensors = decoder.block_tensors(index)
             inputs = entering.pop()
-            with decoder.block(index, tensors) as module:
+            with decoder.block(index) as module:
                 # The experts of a block are parts of one parameter.
                 places = {
                     layer: decoder.place(index, layer) for layer in decoder.spec.block_linears(index) if layer in wanted
                 }
                 names = dict.fromkeys(place.parameter for place in places.values())
                 weights = {name: module.get_parameter(name).requires_grad_(True) for name in names}
-                fisher = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-                for window in range(len(tokens)):
-                    entered = inputs[window : window + 1].requires_grad_(True)
-                    left = decoder.run_block(index, module, entered)
-                    leaves = [entered, *weights.values()]
-                    entering_gradient, *found = torch.autograd.grad(left, leaves, gradient[window : window + 1])
-                    for name, part in zip(weights, found, strict=True):
-                        fisher[name].addcmul_(part, part, value=1.0 / real)
-                    gradient[window : window + 1] = entering_gradient
+                fisher = _squared_gradients(decoder, index, module, weights, inputs, gradient, real)
+                inputs.close()
                 for layer, place in places.items():
                     yield layer, place.of(weights[place.parameter].detach()), place.of(fisher[place.parameter])
             advance(1)
+        gradient.close()
 
 
-def head_gradient(session: Session, hidden: Tensor) -> Tensor:
-    """Gradient of -log p(drawn tokens) by the last block's outputs [windows, length, hidden]; drawn with the seed."""
+def _squared_gradients(
+    decoder: Decoder,
+    index: int,
+    module: nn.Module,
+    weights: Mapping[str, Tensor],
+    inputs: States,
+    gradient: States,
+    tokens: int,
+) -> dict[str, Tensor]:
+    """Mean over ``tokens`` (real ones) of the square of each window's gradient by each of ``weights``, of its shape.
+
+    ``gradient`` [windows, length, hidden], by the block's outputs, becomes that by its ``inputs``.
+    """
+    import torch
+
+    fisher = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+    def square(name: str) -> Callable[[Tensor], None]:
+        def take(weight: Tensor) -> None:
+            # At once, so that only one gradient of a weight is in memory.
+            found, weight.grad = weight.grad, None
+            if found is not None:
+                fisher[name].addcmul_(found, found, value=1.0 / tokens)
+
+        return take
+
+    handles = [weight.register_post_accumulate_grad_hook(square(name)) for name, weight in weights.items()]  # type: ignore[no-untyped-call]
+    for window in range(len(inputs)):
+        here = slice(window, window + 1)
+        entered = inputs[here].requires_grad_(True)
+        torch.autograd.backward(decoder.run_block(index, module, entered), gradient[here])
+        assert entered.grad is not None
+        gradient[here] = entered.grad
+    for handle in handles:
+        handle.remove()
+    return fisher
+
+
+def head_gradient(session: Session, hidden: States, gradient: States) -> None:
+    """Gradient of -log p(drawn tokens) by the last block's outputs ``hidden`` [windows, length, hidden].
+
+    Written to ``gradient``, which may be ``hidden`` itself. Tokens are drawn with the seed.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(session.seed)
-    gradient = torch.empty_like(hidden)
     with session.decoder.head() as head:
         for window in range(len(hidden)):
-            leaving = hidden[window : window + 1].detach().requires_grad_(True)
+            here = slice(window, window + 1)
+            leaving = hidden[here].detach().requires_grad_(True)
             log_p = torch.log_softmax(head(leaving)[0], -1)
             if session.real is not None:
                 log_p = log_p[session.real[window]]
             drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
             loss = -log_p.gather(1, drawn).sum()
-            (gradient[window : window + 1],) = torch.autograd.grad(loss, [leaving])
-    return gradient
+            (gradient[here],) = torch.autograd.grad(loss, [leaving])

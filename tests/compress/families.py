@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from calibration.stats import InputStats
+from compress.activations import Spool
 from compress.blocks import Done, compress_blocks
 from compress.models.checkpoint import Checkpoint, open_checkpoint
 from compress.models.decoder import Decoder
@@ -148,7 +149,12 @@ class Compressed:
 
 
 def compressed(
-    folder: Path, workdir: Path, passes: Sequence[Any], tokens: Tensor, real: Tensor | None = None
+    folder: Path,
+    workdir: Path,
+    passes: Sequence[Any],
+    tokens: Tensor,
+    real: Tensor | None = None,
+    spool: Spool | None = None,
 ) -> Compressed:
     """Run ``passes`` (planners first) over the checkpoint in ``folder``; embedding and head get 8 bits.
 
@@ -160,7 +166,8 @@ def compressed(
     names = tuple(checkpoint.files)
     model = CompressedModel(checkpoint.config, folder, "tiny", spec.tied, shapes, store, checkpoint.tensor, names)
     ends = dict.fromkeys(spec.ends, INT8_G32)
-    session = Session(Decoder(checkpoint, model.parameter), tokens, store, shapes, dict(ends), dict(ends), real=real)
+    decoder = Decoder(checkpoint, model.parameter, spool)
+    session = Session(decoder, tokens, store, shapes, dict(ends), dict(ends), real=real)
     assert [text for step in passes for text in step.check(session)] == []
     for step in passes:
         if step.scope == "model":

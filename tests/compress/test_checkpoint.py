@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.errors import InputError
+from compress.models import checkpoint as checkpoint_module
 from compress.models.checkpoint import open_checkpoint, scan_finite
 from compress.models.topology import describe
 from tests.support import tiny_llama
@@ -247,3 +250,43 @@ def test_a_finite_checkpoint_passes_with_one_step_a_tensor(folder: Path) -> None
     # Numbers near the end of float32 sum up beyond it: that is no fault.
     poison(folder, (DOWN, 0, 3e38), (DOWN, 1, 3e38))
     assert scan(folder) == [1] * len(load_file(folder / "model.safetensors"))
+
+
+def test_the_checksum_is_that_of_names_types_and_numbers_in_whatever_files(tmp_path: Path) -> None:
+    def checksum(name: str, **options: Any) -> str:
+        folder = tiny_llama(tmp_path / name, **options)
+        return scan_finite(open_checkpoint(folder), lambda _: None)
+
+    one = checksum("one")
+    assert checksum("again") == one
+    tensors = load_file(tmp_path / "one/model.safetensors")
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/config.json").write_text((tmp_path / "one/config.json").read_text())
+    names = sorted(tensors, reverse=True)
+    for number, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, tmp_path / f"shards/{number}.safetensors")
+    held = {name: f"{place % 2}.safetensors" for place, name in enumerate(names)}
+    (tmp_path / "shards/model.safetensors.index.json").write_text(json.dumps({"weight_map": held}))
+    assert scan_finite(open_checkpoint(tmp_path / "shards"), lambda _: None) == one
+    others = [checksum("other", seed=1), checksum("bfloat16", dtype=torch.bfloat16)]
+    poison(tmp_path / "one", (DOWN, (0, 0), 0.25))
+    assert len({one, *others, scan_finite(open_checkpoint(tmp_path / "one"), lambda _: None)}) == 4
+
+
+def test_pages_that_were_read_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "UNMAP_BYTES", 1 << 24)
+    shapes = {"num_hidden_layers": 1, "vocab_size": 320}
+    folder = tiny_llama(tmp_path / "model", **shapes)
+    tensors = {f"{number}.weight": torch.zeros(1 << 22) for number in range(16)}
+    save_file(tensors, folder / "model.safetensors")
+    del tensors
+    gc.collect()
+    before, most = psutil.Process().memory_info().rss, 0
+
+    def look(_: int) -> None:
+        nonlocal most
+        most = max(most, psutil.Process().memory_info().rss - before)
+
+    scan_finite(open_checkpoint(folder), look)
+    # 256 MiB in all, 16 a tensor.
+    assert most < 1 << 27

@@ -108,7 +108,7 @@ def test_only_what_a_context_promises_is_in_memory(tmp_path: Path, tied: bool) -
     with decoder.head() as head:
         head(hidden)
         assert not any(name.startswith("model.layers") for name in in_memory(decoder))
-    decoder.head_inputs(hidden)
+    list(decoder.head_inputs(hidden))
     list(decoder.logits(tokens_of(1, 16)))
     assert in_memory(decoder) == set()
 
@@ -138,7 +138,7 @@ def test_the_head_is_fed_what_it_is_fed_in_the_whole_model(tmp_path: Path, tied:
     for index in range(decoder.spec.layers):
         with decoder.block(index) as module:
             hidden = decoder.run_block_on_all(index, module, hidden)
-    torch.testing.assert_close(decoder.head_inputs(hidden), seen[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(list(decoder.head_inputs(hidden))), seen[0], rtol=1e-5, atol=1e-5)
 
 
 def test_replaced_weights_are_those_that_compute(tmp_path: Path) -> None:
@@ -220,3 +220,19 @@ def test_a_tied_head_that_is_stored_too_is_fine_when_equal(tmp_path: Path) -> No
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match="tie_word_embeddings"):
         Decoder(open_checkpoint(folder))
+
+
+def test_blocks_multiply_in_bfloat16_only_if_asked_and_only_without_gradients(tmp_path: Path) -> None:
+    checkpoint, tokens = open_checkpoint(tiny_llama(tmp_path / "model")), tokens_of(3, 24)
+    exact, lower = Decoder(checkpoint), Decoder(checkpoint, precision="bfloat16")
+    hidden = exact.embed(tokens)
+    assert torch.equal(lower.embed(tokens), hidden)
+    with exact.block(0) as module:
+        wanted = exact.run_block_on_all(0, module, hidden)
+    with lower.block(0) as module:
+        found = lower.run_block_on_all(0, module, hidden)
+        assert torch.equal(lower.run_block(0, module, hidden), wanted)
+    assert found.dtype == torch.float32
+    error = float((found - wanted).norm() / (wanted - hidden).norm())
+    assert 1e-4 < error < 2e-2
+    assert all(parameter.is_meta for parameter in module.parameters())

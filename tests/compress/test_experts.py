@@ -260,3 +260,21 @@ def test_mixed_precision_chooses_for_each_expert(tmp_path: Path) -> None:
     assert 5.5 < bits / weights <= 6.0
     experts = {found.model.schemes[layer] for expert in spec.expert_linears(0) for layer in expert.values()}
     assert experts == {QuantScheme(4, 32), INT8_G32}
+
+
+@every_routed
+def test_experts_are_held_once(variant: str, tmp_path: Path) -> None:
+    decoder = Decoder(open_checkpoint(saved(variant, tmp_path / "model")))
+    tensors = decoder.block_tensors(0)
+    with decoder.block(0, tensors) as module:
+        parameters = dict(module.named_parameters())
+        for layer in decoder.spec.block_linears(0):
+            place = decoder.place(0, layer)
+            assert place.of(parameters[place.parameter]).data_ptr() == tensors[f"{layer}.weight"].data_ptr()
+    # One replaced expert is one more copy, and the given tensors stay as they are.
+    layer = decoder.spec.block_linears(0)[-1]
+    kept = tensors[f"{layer}.weight"].clone()
+    with decoder.block(0, tensors | {f"{layer}.weight": torch.zeros_like(kept)}) as module:
+        place = decoder.place(0, layer)
+        assert not place.of(module.get_parameter(place.parameter)).any()
+    assert torch.equal(tensors[f"{layer}.weight"], kept)

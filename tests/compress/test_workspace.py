@@ -14,6 +14,7 @@ import pytest
 from compress import engine, terminal, workspace
 from compress.__main__ import main
 from compress.errors import InputError
+from compress.lock import LOCK
 from compress.report import Report
 from compress.session import Progress
 from compress.units import size
@@ -31,16 +32,16 @@ def refused(bench: Bench, folder: Path, out: Path | str, *options: str) -> int:
 
 def finish(out: Path, content: str = "new", overwrite: bool = False) -> None:
     """What a run does, as far as the folder is concerned."""
-    with workspace.workspace(out, overwrite, 1000) as folder:
-        (folder / "onnx").mkdir()
-        (folder / "onnx/model").write_text(content)
-        workspace.write_manifest(folder)
+    with workspace.workspace(out, overwrite, 1000) as work:
+        (work.result / "onnx").mkdir()
+        (work.result / "onnx/model").write_text(content)
+        workspace.write_manifest(work.result)
 
 
 def stop_half_way(out: Path, kind: type[BaseException], act: Callable[[], object] = lambda: None) -> None:
     """A run that ends in the middle."""
-    with workspace.workspace(out, True, 1000) as folder:
-        (folder / "half").write_text("written")
+    with workspace.workspace(out, True, 1000) as work:
+        (work.result / "half").write_text("written")
         act()
         raise kind("stop")
 
@@ -103,7 +104,7 @@ def test_the_older_run_comes_back_if_the_new_one_cannot_take_its_name(
     rename = Path.rename
 
     def fail(self: Path, target: Path) -> Path:
-        if ".partial-" in self.name:
+        if self.name == workspace.RESULT:
             raise error
         return rename(self, target)
 
@@ -116,8 +117,9 @@ def test_the_older_run_comes_back_if_the_new_one_cannot_take_its_name(
 
 def test_a_run_that_took_the_name_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
+    finish(tmp_path / "other", "faster")
     with pytest.raises(InputError, match="holds an earlier run"), workspace.workspace(out, False, 1000):
-        finish(out, "faster")
+        (tmp_path / "other").rename(out)
     assert (out / "onnx/model").read_text() == "faster"
     assert hidden(tmp_path) == []
 
@@ -185,8 +187,19 @@ def test_an_interrupt_at_any_step_leaves_the_older_run_alone(bench: Bench, tmp_p
     recipe = bench.recipe(export="[onnx, gguf]")
     with pytest.raises(KeyboardInterrupt):
         engine.run(recipe, out, overwrite=True, progress=at_step(step, interrupt))
-    assert names(tmp_path) == {"out/onnx/model", "out/manifest.json"}
-    assert hidden(tmp_path) == []
+    assert names(out) == {"onnx/model", "manifest.json"}
+    only_finished_steps_are_left(out, step)
+
+
+def only_finished_steps_are_left(out: Path, step: str) -> None:
+    """Of a run that ended at ``step``; nothing but the older run where it had finished none."""
+    partial = workspace.partial_of(out)
+    if step in ("preparing", "compressing blocks"):
+        assert hidden(out.parent) == []
+    else:
+        assert hidden(out.parent) == [partial.name]
+        assert {path.name for path in partial.iterdir()} == {workspace.STATE, LOCK}
+        assert {path.name for path in (partial / workspace.STATE).iterdir()} == {"journal", "blocks"}
 
 
 @contextmanager
@@ -220,8 +233,9 @@ def test_a_file_size_limit_ends_with_2_says_what_is_needed_and_keeps_the_older_r
     assert message.startswith(f"input error: {out}: the file size limit is reached: about ")
     needed = engine.plan(bench.recipe(export="[onnx, gguf]")).needed["disk_bytes"]
     assert f"about {size(needed)} needed" in message
-    assert names(tmp_path) == {"out/onnx/model", "out/manifest.json", "recipe.yaml"}
-    assert hidden(tmp_path) == []
+    assert names(out) == {"onnx/model", "manifest.json"}
+    only_finished_steps_are_left(out, step)
+    assert ("finished steps are kept in" in message) == (step != "compressing blocks")
 
 
 @pytest.fixture
@@ -252,12 +266,12 @@ def test_a_disk_that_fills_up_is_the_users_to_mend(bench: Bench, small_disk: Pat
     finish(out, "first")
     recipe = bench.recipe(export="[onnx, gguf]")
     with pytest.raises(
-        InputError, match=r"the disk is full: about .* needed, .* were free; nothing was written"
+        InputError, match=r"the disk is full: about .* needed, .* were free; it is as it was before"
     ) as caught:
         engine.run(recipe, out, overwrite=True, progress=at_step(step, lambda: fill(small_disk)))
     assert caught.value.where == str(out)
-    assert names(small_disk) == {"filler", "out/onnx/model", "out/manifest.json"}
-    assert hidden(small_disk) == []
+    assert names(out) == {"onnx/model", "manifest.json"}
+    only_finished_steps_are_left(out, step)
 
 
 def test_too_little_room_is_known_before_any_work(bench: Bench, small_disk: Path) -> None:
