@@ -227,7 +227,7 @@ OTHERS: dict[str, tuple[Callable[[Case, Path], str], list[str]]] = {
         lambda *_: "",
         ['passes.mixed.choices: was ["int4-g32", "int8-g32"], is ["int4-g64", "int8-g32"]'],
     ),
-    "passes.gptq.damping=0.1": (lambda *_: "", ["passes.gptq.damping: was 0.01, is 0.1"]),
+    "passes.gptq.damping=0.1": (lambda *_: "", ["passes.gptq.damping: was 0.05, is 0.1"]),
     "calibration.seed=1": (lambda *_: "", ["calibration.seed: was 0, is 1", "calibration tokens (SHA-256): was "]),
     "calibration.path={}": (other_text, ["calibration tokens (SHA-256): was "]),
     "model={}": (other_weights, ["weights (SHA-256): was "]),
