@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from calibration.stats import InputStats, collect_expert_inputs, collect_inputs
@@ -31,7 +33,7 @@ def compress_blocks(session: Session, passes: Sequence[BlockPass]) -> list[Done]
     blocks before it put out (Frantar et al. 2023, sec. 3.3).
     """
     decoder, family = session.decoder, session.decoder.spec.family
-    wants_inputs = any("inputs" in step.reads for step in passes)
+    wants_inputs = any("inputs" in step.reads or "activations" in step.reads for step in passes)
     records = [Done() for _ in passes]
     with session.progress("compressing blocks", decoder.spec.layers + 2) as advance:
         _apply(session, passes, _end_block(session, family.embedding, {}), records)
@@ -61,6 +63,9 @@ def _one_block(
     weights = {layer: tensors[f"{layer}.weight"] for layer in layers}
     dense = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in weights}
     block = Block(family.block.format(index=index), weights, inputs, dense)
+    if hidden is not None:
+        block.entering = torch.split(hidden, 1)
+        block.forward = partial(decoder.run_block_with, index)
     _apply(session, passes, block, records)
     if hidden is None:
         return None

@@ -296,4 +296,8 @@ def _memory_bytes(prepared: Prepared) -> int:
     activations = 0
     if prepared.needs_tokens:
         activations = calibration.samples * calibration.sequence_length * spec.hidden_size
-    return FLOAT_BYTES * (4 * block + 2 * largest + 3 * activations) + 2 * _logits_bytes(prepared)
+    copies, streams = 4, 3
+    if any("activations" in step.value.reads for step in prepared.passes):
+        # What is learned of each weight, its value and gradient now; what the block should put out.
+        copies, streams = copies + 5, streams + 1
+    return FLOAT_BYTES * (copies * block + 2 * largest + streams * activations) + 2 * _logits_bytes(prepared)

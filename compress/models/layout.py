@@ -47,16 +47,16 @@ def places(family: Family, block: str, shapes: Mapping[str, Sequence[int]]) -> d
 def fuse(
     where: Mapping[str, Place], tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """The block's parameters from its tensors by checkpoint name; KeyError if one is missing."""
+    """The block's parameters from its tensors by checkpoint name, differentiable; KeyError if one is missing."""
     fused: dict[str, Tensor] = {}
+    parts: dict[str, list[Tensor]] = {}
     for name, place in where.items():
-        if not place.index:
+        if place.index:
+            # In the order of :func:`places`, which is that of the rows.
+            parts.setdefault(place.parameter, []).append(tensors[name])
+        else:
             fused[place.parameter] = tensors[name]
-            continue
-        if place.parameter not in fused:
-            fused[place.parameter] = torch.empty(*shapes[place.parameter])
-        place.of(fused[place.parameter]).copy_(tensors[name])
-    return fused
+    return fused | {parameter: torch.cat(rows).view(*shapes[parameter]) for parameter, rows in parts.items()}
 
 
 def apart(family: Family, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, Place]]:
