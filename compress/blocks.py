@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from torch import nn
 
@@ -42,7 +43,7 @@ def compress_blocks(session: Session, passes: Sequence[BlockPass], journal: Jour
         if not walk.restore(family.embedding):
             walk.apply(_end_block(session, family.embedding, {}))
         advance(1)
-        if any("inputs" in step.reads for step in passes) and not all(map(walk.knows, names)):
+        if any(step.reads & {"inputs", "activations"} for step in passes) and not all(map(walk.knows, names)):
             hidden = session.decoder.room(session.tokens)
             session.decoder.embed_into(session.tokens, hidden)
         for index in range(layers):
@@ -126,7 +127,11 @@ def _one_block(walk: _Walk, index: int, hidden: Activations | None) -> None:
         with decoder.block(index, tensors) as module, _collected(walk.session, index, module) as inputs:
             decoder.run_block_into(index, module, hidden, None)
     weights = {layer: tensors.pop(f"{layer}.weight") for layer in layers}
-    walk.apply(Block(family.block.format(index=index), weights, inputs, tensors))
+    block = Block(family.block.format(index=index), weights, inputs, tensors)
+    if hidden is not None:
+        block.entering = hidden
+        block.forward = partial(decoder.run_block_with, index)
+    walk.apply(block)
 
 
 @contextmanager

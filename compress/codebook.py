@@ -30,18 +30,6 @@ def nearest_code(values: Tensor, name: str) -> Tensor:
     return code.add_(values > boundary.index_select(0, cell).view(values.shape))
 
 
-def code_position(values: Tensor, name: str) -> Tensor:
-    """float32: where each of ``values`` lies among the codes: code ``k`` at k, the middle between two at k + 0.5.
-
-    Linear between neighbours, and beyond the ends as it is there.
-    """
-    table = torch.tensor(CODEBOOKS[name])
-    code = nearest_code(values, name)
-    below = (code - (values < code_values(code, name)).float()).clamp_(0, len(table) - 2)
-    foot = code_values(below, name)
-    return below + (values - foot) / (code_values(below + 1, name) - foot)
-
-
 @cache
 def _cells(name: str) -> tuple[Tensor, Tensor]:
     """For each cell: the code before the first boundary that may be in it, and that boundary."""

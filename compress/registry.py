@@ -23,6 +23,7 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "mixed": "compress.passes.mixed:Mixed",
             "awq": "compress.passes.awq:Awq",
             "rotate": "compress.passes.rotate:Rotate",
+            "autoround": "compress.passes.autoround:Autoround",
         },
         "exporters": {
             "onnx": "exporters.onnx:OnnxExporter",

@@ -89,7 +89,8 @@ def _hidden_bytes(prepared: Prepared) -> int:
     evaluated = (recipe.evaluate.windows if recipe.evaluate else PARITY_WINDOWS) * _evaluated_tokens(prepared)
     tokens = [evaluated]
     if prepared.needs_tokens:
-        tokens.append(calibration.samples * calibration.sequence_length)
+        streams = 2 if any("activations" in step.value.reads for step in prepared.passes) else 1
+        tokens.append(streams * calibration.samples * calibration.sequence_length)
         for step in prepared.of_scope("model"):
             kept = step.value.kept_windows(calibration.samples) * calibration.sequence_length
             tokens.append((spec.layers + 1) * kept)
@@ -113,6 +114,9 @@ def _memory_bytes(prepared: Prepared) -> int:
     if prepared.needs_tokens:
         statistics = max(_statistics_bytes(prepared, index) for index in range(spec.layers))
         parts[-1] += statistics + SOLVE_COPIES * 2 * FLOAT_BYTES * widest**2
+        if any("activations" in step.value.reads for step in prepared.passes):
+            # What is learned of each weight, its value and its gradient now.
+            parts[-1] += 5 * FLOAT_BYTES * block
         if prepared.of_scope("model"):
             parts.append(FLOAT_BYTES * (2 * block + 3 * largest))
     middle = max(rows for shapes in blocks for rows, _ in shapes)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from calibration.stats import InputStats
+    from compress.activations import Activations
     from compress.models.decoder import Decoder
     from compress.store import Store
     from compress.tensor import QuantizedTensor
@@ -38,10 +39,10 @@ class Block:
     may replace entries. ``inputs``: layer name -> statistics of that layer's input, where some pass reads them;
     layers that read the same input share one object. ``dense``: other tensors of the block by checkpoint name
     (norms, biases); a transform may replace entries and lists the names in ``changed``.
-    ``quantized``: what the quantiser of the run writes. For passes that read activations: ``entering``, batches of
-    hidden states float32 [windows, length, hidden] as the quantised blocks before put them out, and ``forward``, what
-    this block makes of such a batch with given tensors (all of the block's, by checkpoint name), differentiable.
-    Both are empty for the embedding and the head.
+    ``quantized``: what the quantiser of the run writes. For passes that read activations: ``entering``, the
+    hidden states [windows, length, hidden] that the quantised blocks before put out, and ``forward``, what
+    this block makes of some windows with given tensors (all of the block's, by checkpoint name), differentiable.
+    Both are None for the embedding and the head.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Block:
     dense: dict[str, Tensor] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
-    entering: Sequence[Tensor] = ()
+    entering: Activations | None = None
     forward: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None
 
 

@@ -6,13 +6,14 @@ called with the blocks swapped for stand-ins that record what each block is give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto import AutoConfig
 
@@ -231,7 +232,18 @@ class Decoder:
         finally:
             self._inner.layers = nn.ModuleList(self._blocks)
 
-    def run_block(self, index: int, module: nn.Module, hidden: Tensor) -> Tensor:
+    def run_block_with(self, index: int, tensors: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """:meth:`run_block` with ``tensors`` by checkpoint name, differentiable by them and by ``hidden``."""
+        module = self._blocks[index]
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        parameters = fuse(self._places[index], tensors, shapes)
+
+        def block(hidden: Tensor, **arguments: Any) -> Any:
+            return functional_call(module, parameters, (hidden,), arguments, strict=True)
+
+        return self.run_block(index, block, hidden)
+
+    def run_block(self, index: int, module: Callable[..., Any], hidden: Tensor) -> Tensor:
         """One block on hidden states [samples, length, hidden] of full windows; call :meth:`embed` first."""
         length, arguments = self._arguments
         if length != hidden.shape[1]:

@@ -87,7 +87,7 @@ class Gptq:
         records = []
         for layer in layers:
             block.quantized[layer] = round_to_nearest(block.weights[layer], scheme, layer=layer)
-            bytes_ = scheme.stored_bits(session.shapes[layer]) // 8
+            bytes_ = session.stored_bits(scheme, session.shapes[layer]) // 8
             records.append(LayerRecord(layer, str(scheme), bytes_))
         return records
 
@@ -105,7 +105,7 @@ class Gptq:
             if seen:
                 error = output_error(weight, chosen.dequantize(), stats.gram)
             block.quantized[layer] = chosen
-            bytes_ = scheme.stored_bits(session.shapes[layer]) // 8
+            bytes_ = session.stored_bits(scheme, session.shapes[layer]) // 8
             records.append(LayerRecord(layer, str(scheme), bytes_, stats.tokens, None, error, error, reason))
         return records
 
@@ -139,7 +139,7 @@ class Gptq:
                 notes.append(f"plain rounding: GPTQ's error {error:.3g} was not below {rounding_error:.3g}")
                 chosen, error = rounded, rounding_error
             block.quantized[layer] = chosen
-            bytes_ = scheme.stored_bits(session.shapes[layer]) // 8
+            bytes_ = session.stored_bits(scheme, session.shapes[layer]) // 8
             fallback = "; ".join(notes) or None
             records.append(LayerRecord(layer, str(scheme), bytes_, stats.tokens, used, error, rounding_error, fallback))
         return records

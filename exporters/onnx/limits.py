@@ -74,7 +74,7 @@ def layer_complaint(scheme: QuantScheme, columns: int, accuracy_level: int, gath
             f"of 4 would take as much as 4; use int4-{group_text}, or int2"
         )
     if group is not None and (group < MIN_BLOCK or group & (group - 1)):
-        return f"MatMulNBits needs a group that is a power of two >= {MIN_BLOCK}"
+        return f"MatMulNBits needs a group that is a power of two >= {MIN_BLOCK}; use g32"
     if scheme.bits == 2 and group == MIN_BLOCK and accuracy_level == INT8_ACTIVATIONS:
         return "there is no 2-bit kernel with 8-bit activations for groups of 16; use int2-g32, or accuracy_level: 0"
     return None

@@ -218,10 +218,11 @@ def check(plan: dict[str, str], level: int = 4, **overrides: Any) -> list[str]:
 
 def test_check_names_each_layer_that_cannot_be_stored() -> None:
     plan = {"a.q": "int4-g32", "a.down": "int4-g48", "a.up": "int3-g32", "a.k": "int4-g8", "a.o": "int8-channel"}
-    power = "MatMulNBits needs a group that is a power of two >= 16"
+    power = "MatMulNBits needs a group that is a power of two >= 16; use g32"
     assert check(plan) == [
         f"a.down (96 x 200): int4-g48: {power}",
-        "a.up (96 x 200): int3-g32: MatMulNBits stores 2, 4 or 8 bits; use int4 or int2",
+        "a.up (96 x 200): int3-g32: MatMulNBits stores 2, 4 or 8 bits, and 3 bits in cells of 4 would take as much "
+        "as 4; use int4-g32, or int2",
         f"a.k (96 x 200): int4-g8: {power}",
     ]
 
