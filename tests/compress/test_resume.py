@@ -140,11 +140,9 @@ def is_the_unbroken_run(out: Path, case: Case) -> None:
 
 MOMENTS = {
     "in the pass over the whole model": ("sensitivity", 5, 0),
-    "after the embedding": ("compressing blocks", 1, 2),
     "while the plan is written": ("save", 1, 0),
     "in the middle of writing block 3": ("save", 6, 5),
     "before the note on block 2 has its name": ("note", 6, 4),
-    "after all blocks": ("compressing blocks", 8, 9),
     "while an artifact is written": ("writing gguf", 0, 9),
 }
 """Moment -> (step, how far it gets, how many steps the journal then has: the plan, the embedding, blocks, the head)."""
