@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from calibration.stats import InputStats, RealTokens, collect_expert_inputs, collect_inputs
+from calibration.stats import InputStats, TokenFeed, collect_expert_inputs, collect_inputs
 from compress.activations import Activations
 from compress.journal import Journal
 from compress.protocols import BlockPass
@@ -140,14 +140,15 @@ def _collected(session: Session, index: int, module: nn.Module) -> Iterator[dict
     spec = session.decoder.spec
     prefix, shared = spec.family.block.format(index=index) + ".", spec.shared_inputs(index)
     modules = {layer: _linear(module, layer.removeprefix(prefix)) for layers in shared for layer in layers}
-    with collect_inputs(modules, shared, session.real) as inputs:
+    with collect_inputs(modules, shared, session.real, session.token_weights) as inputs:
         experts = spec.expert_linears(index)
         if not experts:
             yield inputs
             return
         assert spec.family.experts is not None
         fused = module.get_submodule(spec.family.experts.module)
-        with collect_expert_inputs(fused, experts, session.real) as routed:
+        weights = session.token_weights.get(prefix + spec.family.experts.module)
+        with collect_expert_inputs(fused, experts, session.real, weights) as routed:
             yield inputs | routed
 
 
@@ -163,7 +164,8 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
 
 
 def _head_inputs(session: Session, hidden: Activations) -> dict[str, InputStats]:
-    stats, tokens = InputStats(session.decoder.spec.hidden_size), RealTokens(session.real)
+    stats, feed = InputStats(session.decoder.spec.hidden_size), TokenFeed(session.real)
     for window in session.decoder.head_inputs(hidden):
-        stats.update(*tokens.of(window))
+        (rows,), _ = feed.take(window)
+        stats.update(rows)
     return {session.decoder.spec.family.head: stats}

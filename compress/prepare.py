@@ -184,6 +184,10 @@ def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
     if len(quantisers) > 1:
         lines = [f"{step.where or step.name}: writes quantised layers" for step in quantisers]
         raise InputError("only one pass can quantise\n" + "\n".join(lines), fix="keep one of them")
+    idle = [step for step in steps if step.value.writes and not step.value.writes & _wanted(steps, step)]
+    if idle:
+        lines = [f"{step.where or step.name}: no other pass reads what it writes" for step in idle]
+        raise InputError("\n".join(lines), fix="remove it, or add gptq after it, which reads what any pass writes")
     waiting, done = sorted(steps, key=lambda step: SCOPES.index(step.value.scope)), []
     while waiting:
         ready = next((s for s in waiting if not any(_feeds(other, s) for other in waiting if other is not s)), None)
@@ -193,6 +197,12 @@ def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
         waiting.remove(ready)
         done.append(ready)
     return tuple(done)
+
+
+def _wanted(steps: Sequence[Step], writer: Step) -> frozenset[Resource]:
+    """What some other pass reads, or every run needs."""
+    every: frozenset[Resource] = frozenset({"quantized"})
+    return every.union(*(step.value.reads for step in steps if step is not writer))
 
 
 def _feeds(first: Step, second: Step) -> bool:

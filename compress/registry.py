@@ -22,6 +22,7 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "gptq": "compress.passes.gptq:Gptq",
             "mixed": "compress.passes.mixed:Mixed",
             "awq": "compress.passes.awq:Awq",
+            "guided": "compress.passes.guided:Guided",
             "rotate": "compress.passes.rotate:Rotate",
             "autoround": "compress.passes.autoround:Autoround",
         },

@@ -78,6 +78,10 @@ class Session:
     stored_bits: StoredBits = compact_bits
     """Of a layer in the recipe's artifacts: the most that one of them takes."""
 
+    token_weights: dict[str, Tensor] = field(default_factory=dict)
+    """float32 [samples, sequence_length]: what each token counts in the statistics of an input. Names are those of the
+    first of the layers that read it, or of the module with a block's experts; without an entry all count the same."""
+
     def free_layers(self) -> Sequence[str]:
         """The layers whose scheme the passes may choose, in model order."""
         return [name for name in self.shapes if name not in self.pinned]

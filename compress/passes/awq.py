@@ -132,12 +132,12 @@ class _Search:
         return found
 
     def _input_sizes(self) -> Tensor:
-        """Root mean square of the inputs, for each channel; every token of every expert counts once."""
+        """Root mean square of the inputs, for each channel; every token of every expert counts."""
         import torch
 
         squares = torch.stack([stats.gram.diagonal() for stats in _distinct(self.stats)])
-        tokens = sum(stats.tokens for stats in _distinct(self.stats))
-        return (self.group.to_channels(squares.sum(0)) / max(tokens, 1)).sqrt()
+        mass = sum(stats.mass for stats in _distinct(self.stats))
+        return (self.group.to_channels(squares.sum(0)) / (mass or 1.0)).sqrt()
 
     def _weight_sizes(self) -> Tensor:
         """Mean size of the weights, each relative to the largest of its group, for each channel."""

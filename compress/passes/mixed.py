@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
@@ -23,9 +24,8 @@ from compress.scheme import QuantScheme
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from compress.models.decoder import Decoder, States
     from compress.session import Session
 
 GAP = 1e-6
@@ -217,52 +217,26 @@ def _milp(cost: NDArray[Any], size: NDArray[Any], room: int, allowed: NDArray[An
 def fisher_information(session: Session, samples: int, wanted: set[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(layer, weight, diagonal Fisher information per token), float32 [out, in], last block first.
 
-    One sweep forward keeps each block's inputs; one sweep back turns them into weight gradients, window by window,
-    since the information of a window is the square of its whole gradient. One block is in memory at a time.
-    Padding has no loss, and no token before it looks at it: its gradients are zero.
+    The information of a window is the square of its whole gradient.
     """
-    decoder, tokens = session.decoder, session.tokens[:samples]
-    layers, real = decoder.spec.layers, tokens.numel() if session.real is None else int(session.real[:samples].sum())
-    with session.progress("sensitivity", 2 * layers) as advance:
-        entering = [decoder.room(tokens)]
-        decoder.embed_into(tokens, entering[0])
-        for index in range(layers):
-            entering.append(decoder.room(tokens))
-            with decoder.block(index) as module:
-                decoder.run_block_into(index, module, entering[-2], entering[-1])
-            advance(1)
-        gradient = entering.pop()
-        head_gradient(session, gradient, gradient)
-        for index in reversed(range(layers)):
-            inputs = entering.pop()
-            with decoder.block(index) as module:
-                # The experts of a block are parts of one parameter.
-                places = {
-                    layer: decoder.place(index, layer) for layer in decoder.spec.block_linears(index) if layer in wanted
-                }
-                names = dict.fromkeys(place.parameter for place in places.values())
-                weights = {name: module.get_parameter(name).requires_grad_(True) for name in names}
-                fisher = _squared_gradients(decoder, index, module, weights, inputs, gradient, real)
-                inputs.close()
-                for layer, place in places.items():
-                    yield layer, place.of(weights[place.parameter].detach()), place.of(fisher[place.parameter])
-            advance(1)
-        gradient.close()
+    from compress.gradients import sweep_back
+
+    decoder = session.decoder
+    real = session.tokens[:samples].numel() if session.real is None else int(session.real[:samples].sum())
+    for index, module, back in sweep_back(session, samples, "sensitivity"):
+        # The experts of a block are parts of one parameter.
+        places = {layer: decoder.place(index, layer) for layer in decoder.spec.block_linears(index) if layer in wanted}
+        names = dict.fromkeys(place.parameter for place in places.values())
+        weights = {name: module.get_parameter(name).requires_grad_(True) for name in names}
+        with _squared_gradients(weights, real) as fisher:
+            back()
+        for layer, place in places.items():
+            yield layer, place.of(weights[place.parameter].detach()), place.of(fisher[place.parameter])
 
 
-def _squared_gradients(
-    decoder: Decoder,
-    index: int,
-    module: nn.Module,
-    weights: Mapping[str, Tensor],
-    inputs: States,
-    gradient: States,
-    tokens: int,
-) -> dict[str, Tensor]:
-    """Mean over ``tokens`` (real ones) of the square of each window's gradient by each of ``weights``, of its shape.
-
-    ``gradient`` [windows, length, hidden], by the block's outputs, becomes that by its ``inputs``.
-    """
+@contextmanager
+def _squared_gradients(weights: Mapping[str, Tensor], tokens: int) -> Iterator[dict[str, Tensor]]:
+    """What goes back while the context lasts: squared gradients by each of ``weights``, summed, over ``tokens``."""
     import torch
 
     fisher = {name: torch.zeros_like(weight) for name, weight in weights.items()}
@@ -277,32 +251,8 @@ def _squared_gradients(
         return take
 
     handles = [weight.register_post_accumulate_grad_hook(square(name)) for name, weight in weights.items()]  # type: ignore[no-untyped-call]
-    for window in range(len(inputs)):
-        here = slice(window, window + 1)
-        entered = inputs[here].requires_grad_(True)
-        torch.autograd.backward(decoder.run_block(index, module, entered), gradient[here])
-        assert entered.grad is not None
-        gradient[here] = entered.grad
-    for handle in handles:
-        handle.remove()
-    return fisher
-
-
-def head_gradient(session: Session, hidden: States, gradient: States) -> None:
-    """Gradient of -log p(drawn tokens) by the last block's outputs ``hidden`` [windows, length, hidden].
-
-    Written to ``gradient``, which may be ``hidden`` itself. Tokens are drawn with the seed.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(session.seed)
-    with session.decoder.head() as head:
-        for window in range(len(hidden)):
-            here = slice(window, window + 1)
-            leaving = hidden[here].detach().requires_grad_(True)
-            log_p = torch.log_softmax(head(leaving)[0], -1)
-            if session.real is not None:
-                log_p = log_p[session.real[window]]
-            drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
-            loss = -log_p.gather(1, drawn).sum()
-            (gradient[here],) = torch.autograd.grad(loss, [leaving])
+    try:
+        yield fisher
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from calibration.errors import DataError
-from calibration.stats import RealTokens, collect_inputs
+from calibration.stats import TokenFeed, collect_inputs
 from calibration.text import Texts
 from calibration.windows import Windows, overlap, pad_documents
 
@@ -92,23 +92,26 @@ def test_padding_overlaps_with_nothing() -> None:
     assert overlap(calibration, calibration[:, :40], real=real) == 1
 
 
-def test_real_tokens_are_told_in_batches_of_any_size() -> None:
+def test_real_tokens_and_their_weights_come_in_batches_of_any_size() -> None:
     real = torch.tensor([[True, True, False], [True, False, False], [True, True, True], [True, True, False]])
     tokens = torch.arange(12.0).view(4, 3, 1)
     for size in (1, 2, 3, 4):
-        tell = RealTokens(real)
-        found = [tell.of(part, -part) for part in torch.split(tokens, size)]
+        feed = TokenFeed(real, torch.arange(12.0).view(4, 3))
+        batches = [feed.take(part, -part) for part in torch.split(tokens, size)]
+        found = [rows for rows, _ in batches]
+        assert torch.cat([part for _, part in batches if part is not None]).tolist() == [0, 1, 3, 6, 7, 8, 9, 10]
         assert torch.cat([one for one, _ in found]).flatten().tolist() == [0, 1, 3, 6, 7, 8, 9, 10]
         assert torch.equal(torch.cat([other for _, other in found]), -torch.cat([one for one, _ in found]))
-    (everything,) = RealTokens(None).of(tokens)
+    (everything,), none = TokenFeed(None).take(tokens)
+    assert none is None
     assert everything.flatten().tolist() == [*range(12)]
 
 
 def test_a_second_pass_over_the_data_is_an_error_and_not_the_wrong_mask() -> None:
-    tell = RealTokens(torch.ones(2, 3, dtype=torch.bool))
-    tell.of(torch.zeros(2, 3, 1))
+    tell = TokenFeed(torch.ones(2, 3, dtype=torch.bool))
+    tell.take(torch.zeros(2, 3, 1))
     with pytest.raises(ValueError, match="9 tokens came, and the calibration set has 6"):
-        tell.of(torch.zeros(1, 3, 1))
+        tell.take(torch.zeros(1, 3, 1))
 
 
 @pytest.mark.parametrize("flat", [False, True])
