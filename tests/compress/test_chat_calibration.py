@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from compress import engine
+from compress.__main__ import main
 from compress.errors import InputError
 from compress.models.sources import open_model
 from compress.recipe import Calibration, Evaluate
@@ -103,6 +104,14 @@ def test_a_tokenizer_without_a_template_is_refused_with_what_to_do(bench: Bench,
         engine.plan(bench.recipe(passes="[gptq]", **{section: text}))
     assert caught.value.where == str(bench.model)
     assert f"remove {section}.chat_template, or put" in caught.value.fix
+
+
+def test_eval_takes_chats_too(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "chats.jsonl", {"messages": chat(1)})
+    options = ["--source", "jsonl", "--path", str(path), "--chat-template", "--windows", "1", "--sequence-length", "8"]
+    assert main(["eval", str(bench.finished("rtn").out / "gguf"), "--reference", str(bench.model), *options]) == 2
+    # The option arrives; this tokenizer has no template.
+    assert "remove evaluate.chat_template" in capsys.readouterr().err
 
 
 def test_a_run_on_chats_and_on_what_users_say(bench: Bench, tmp_path: Path) -> None:
