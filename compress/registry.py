@@ -22,8 +22,8 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "gptq": "compress.passes.gptq:Gptq",
             "mixed": "compress.passes.mixed:Mixed",
             "awq": "compress.passes.awq:Awq",
-            "guided": "compress.passes.guided:Guided",
             "rotate": "compress.passes.rotate:Rotate",
+            "guided": "compress.passes.guided:Guided",
             "autoround": "compress.passes.autoround:Autoround",
         },
         "exporters": {
