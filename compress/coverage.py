@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from compress.models.topology import DecoderSpec
+from compress.passes.gptq import TOKENS_PER_COLUMN
 from compress.report import PassRecord
-
-TOKENS_PER_COLUMN = 2
-"""Below so many tokens for each input column a Gram matrix says more of those tokens than of the layer."""
 
 
 def token_coverage(
