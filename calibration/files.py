@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from calibration.chat import Render, conversation
 from calibration.errors import DataError
 
 BYTE_ORDER_MARKS = (
@@ -32,17 +33,32 @@ NAMED_OFFENDERS = 5
 
 @dataclass
 class Rows:
-    """The usable texts of some rows, and how many rows of each kind were dropped."""
+    """The usable texts of some rows, and how many rows of each kind were dropped.
+
+    ``render``: rows are chats (or what a user says) and become the text that it makes of them.
+    """
 
     texts: list[str] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    render: Render | None = None
 
     def add(self, value: object) -> str | None:
-        """Take one value of a text column; returns what is wrong with it, if it is neither text nor nothing."""
+        """Take one value of a text column; returns what is wrong with it, if it is neither usable nor nothing."""
+        if self.render is not None and not _is_nothing(value):
+            try:
+                value = self.render(conversation(value))
+            except ValueError as error:
+                return str(error)
+        return self._add_text(value)
+
+    def _add_text(self, value: object) -> str | None:
         if value is None:
             self.dropped["null_rows"] += 1
+        elif value == []:
+            self.dropped["empty_rows"] += 1
         elif not isinstance(value, str):
-            return f"holds {type(value).__name__} {json.dumps(value, default=repr)[:40]}, not text"
+            chats = " (messages need chat_template: true)" if isinstance(value, list) else ""
+            return f"holds {type(value).__name__} {json.dumps(value, default=repr)[:40]}, not text{chats}"
         elif not value.strip():
             self.dropped["empty_rows"] += 1
         elif "\0" in value:
@@ -52,6 +68,10 @@ class Rows:
         else:
             self.texts.append(value)
         return None
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
 
 
 def find_files(path: str, suffix: str, key: str) -> list[Path]:
@@ -120,12 +140,13 @@ def read_documents(files: Sequence[Path], encoding: str, key: str) -> Rows:
     return rows
 
 
-def read_json_lines(files: Sequence[Path], column: str, encoding: str, key: str) -> Rows:
+def read_json_lines(files: Sequence[Path], column: str, encoding: str, key: str, render: Render | None = None) -> Rows:
     """One document a row, from ``column``; blank lines, null and empty rows are dropped and counted.
 
-    DataError lists rows without the column, rows that are no JSON object and values that are no text, by line.
+    ``render`` is as for :class:`Rows`. DataError lists rows without the column, rows that are no JSON object and
+    values that are no text (or no chat, or one that the template refuses), by line.
     """
-    rows = Rows()
+    rows = Rows(render=render)
     _for_each(files, lambda path: _read_json_file(path, read_text(path, encoding, key), column, key, rows))
     return rows
 

@@ -1,8 +1,9 @@
-"""Documents to windows of tokens: concatenated, cut into equal lengths, chosen by a seed, counted."""
+"""Documents to windows of tokens: joined and cut into equal lengths, or one in each window; chosen, counted."""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,24 @@ BATCH_CHARACTERS = 250_000
 
 @dataclass(frozen=True)
 class Windows:
-    """``tokens`` int64 [windows, sequence_length], every one a real token; ``audit`` is what the report shows."""
+    """``tokens`` int64 [windows, length]; ``audit`` is what the report shows.
+
+    ``lengths`` int64 [windows]: how many tokens of each window are real, the rest is padding; None: all of them.
+    """
 
     tokens: Tensor
     audit: dict[str, Any]
     warnings: tuple[str, ...] = ()
+    lengths: Tensor | None = None
+
+    @property
+    def real(self) -> Tensor | None:
+        """bool [windows, length]: which tokens are real; None: all of them."""
+        import torch
+
+        if self.lengths is None:
+            return None
+        return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
 
 def make_windows(
@@ -65,38 +79,98 @@ def make_windows(
         )
     ids = torch.cat(stream.pieces)
     cut = ids[: available * sequence_length].view(available, sequence_length)
-    if available > samples and seed is not None:
-        generator = torch.Generator().manual_seed(seed)
-        cut = cut[torch.randperm(available, generator=generator)[:samples].sort().values]
-    tokens = cut[:samples].contiguous()
+    tokens = cut[_choose(available, samples, seed)].contiguous()
     warnings = texts.warnings
     if len(tokens) < samples:
         shortfall = f"{what}: asked for {samples} samples of {sequence_length} tokens, the text has {len(tokens)}"
         warnings = (*warnings, shortfall)
     audit = {
-        "origin": texts.origin,
-        "text_sha256": texts.sha256,
-        "requested_samples": samples,
-        "obtained_samples": len(tokens),
-        "requested_tokens": samples * sequence_length,
-        "obtained_tokens": tokens.numel(),
-        "sequence_length": sequence_length,
-        "seed": seed,
+        **_audit(texts, tokens, None, samples, sequence_length, seed),
         "tokens_available": stream.tokens,
         "tokens_dropped": stream.tokens % sequence_length if stream.exhausted else 0,
         "text_exhausted": stream.exhausted,
         "documents": stream.documents,
-        "documents_available": len(texts.texts),
-        "dropped": dict(texts.dropped),
-        "tokens_sha256": hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest(),
     }
     return Windows(tokens, audit, warnings)
 
 
-def overlap(calibration: Tensor, evaluation: Tensor, gram: int = 32) -> float:
+def pad_documents(
+    texts: Texts, encode: Encode, samples: int, sequence_length: int, *, seed: int | None, what: str
+) -> Windows:
+    """One document of ``texts`` in each window: cut to ``sequence_length`` tokens, or padded on the right with id 0.
+
+    ``seed`` chooses among the documents as :func:`make_windows` does among windows. Windows are as long as the longest
+    that is chosen. In the audit, ``tokens_dropped`` are those cut off, from ``documents_truncated`` documents.
+
+    Raises:
+        DataError: no document has a token.
+    """
+    import torch
+
+    considered = min(len(texts.texts), samples * (1 if seed is None else POOL))
+    chosen = [texts.texts[index] for index in _choose(considered, samples, seed)]
+    found = [torch.cat(_read([text], encode, None, sys.maxsize).pieces) for text in chosen]
+    cut = [ids[:sequence_length] for ids in found if len(ids)]
+    if not cut:
+        raise DataError(f"no document of the {what} text has a token", where=texts.origin, fix="give more text")
+    lengths = torch.tensor([len(ids) for ids in cut])
+    tokens = torch.zeros(len(cut), int(lengths.max()), dtype=torch.int64)
+    for window, ids in zip(tokens, cut, strict=True):
+        window[: len(ids)] = ids
+    warnings = texts.warnings
+    if len(cut) < samples:
+        warnings = (*warnings, f"{what}: asked for {samples} samples, got {len(cut)} documents with tokens")
+    audit = {
+        **_audit(texts, tokens, lengths, samples, sequence_length, seed),
+        "longest": int(lengths.max()),
+        "shortest": int(lengths.min()),
+        "tokens_dropped": sum(map(len, found)) - int(lengths.sum()),
+        "documents_truncated": sum(len(ids) > sequence_length for ids in found),
+        "documents": len(cut),
+    }
+    if len(cut) < len(found):
+        audit["dropped"]["documents_without_tokens"] = len(found) - len(cut)
+    return Windows(tokens, audit, warnings, lengths)
+
+
+def _audit(
+    texts: Texts, tokens: Tensor, lengths: Tensor | None, samples: int, sequence_length: int, seed: int | None
+) -> dict[str, Any]:
+    """What both ways of making windows report."""
+    digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes())
+    if lengths is not None:
+        digest.update(lengths.numpy().astype("<i8").tobytes())
+    return {
+        "origin": texts.origin,
+        "text_sha256": texts.sha256,
+        "packing": lengths is None,
+        "requested_samples": samples,
+        "obtained_samples": len(tokens),
+        "requested_tokens": samples * sequence_length,
+        "obtained_tokens": tokens.numel() if lengths is None else int(lengths.sum()),
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "documents_available": len(texts.texts),
+        "dropped": dict(texts.dropped),
+        "tokens_sha256": digest.hexdigest(),
+    }
+
+
+def _choose(available: int, samples: int, seed: int | None) -> Tensor:
+    """``samples`` of ``available`` places, in order: without replacement by ``seed``, the first ones without a seed."""
+    import torch
+
+    if available <= samples or seed is None:
+        return torch.arange(min(available, samples))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(available, generator=generator)[:samples].sort().values
+
+
+def overlap(calibration: Tensor, evaluation: Tensor, gram: int = 32, real: Tensor | None = None) -> float:
     """Share of the runs of ``gram`` tokens in ``evaluation`` [m, T] that also occur in ``calibration`` [n, T'].
 
     Runs lie within one window; shorter windows are compared by runs of the shorter length. Compared by 64-bit hash.
+    ``real`` bool [n, T']: False for padding on the right of calibration windows, which belongs to no run.
     """
     import torch
 
@@ -115,7 +189,11 @@ def overlap(calibration: Tensor, evaluation: Tensor, gram: int = 32) -> float:
             total += mixed[:, place : place + places] * factors[place]
         return total.flatten()
 
-    return float(torch.isin(hashes(evaluation), hashes(calibration)).double().mean())
+    known = hashes(calibration)
+    if real is not None:
+        # A run is real if its last token is.
+        known = known[real[:, gram - 1 :].flatten()]
+    return float(torch.isin(hashes(evaluation), known).double().mean())
 
 
 @dataclass(frozen=True)

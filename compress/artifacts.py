@@ -17,7 +17,7 @@ from compress.models.decoder import Decoder
 from compress.models.headers import CHECKPOINT, read_headers, weight_files_of_checkpoint
 from compress.models.sources import open_model
 from compress.models.topology import FAMILIES, DecoderSpec, describe
-from compress.prepare import FLOAT_BYTES, token_windows
+from compress.prepare import FLOAT_BYTES
 from compress.proof import write_logits
 from compress.protocols import StoredTensor
 from compress.recipe import Evaluate, Measure
@@ -28,6 +28,7 @@ from compress.runner.artifact import find_artifact, weight_files
 from compress.runner.process import PerformanceSettings
 from compress.runner.threads import resolve_threads
 from compress.session import Progress, no_progress
+from compress.texts import token_windows
 from compress.workspace import explain_full_disk
 
 ENDS = frozenset(name for family in FAMILIES.values() for name in (family.embedding, family.head))

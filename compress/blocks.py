@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from torch import nn
 
-from calibration.stats import InputStats, collect_expert_inputs, collect_inputs
+from calibration.stats import InputStats, TokenFeed, collect_expert_inputs, collect_inputs
 from compress.activations import Activations
 from compress.journal import Journal
-from compress.models.topology import DecoderSpec
 from compress.protocols import BlockPass
 from compress.report import LayerRecord, decode
 from compress.scheme import QuantScheme
@@ -43,7 +43,7 @@ def compress_blocks(session: Session, passes: Sequence[BlockPass], journal: Jour
         if not walk.restore(family.embedding):
             walk.apply(_end_block(session, family.embedding, {}))
         advance(1)
-        if any("inputs" in step.reads for step in passes) and not all(map(walk.knows, names)):
+        if any(step.reads & {"inputs", "activations"} for step in passes) and not all(map(walk.knows, names)):
             hidden = session.decoder.room(session.tokens)
             session.decoder.embed_into(session.tokens, hidden)
         for index in range(layers):
@@ -124,25 +124,31 @@ def _one_block(walk: _Walk, index: int, hidden: Activations | None) -> None:
     layers = decoder.spec.block_linears(index)
     inputs: dict[str, InputStats] = {}
     if hidden is not None:
-        with decoder.block(index, tensors) as module, _collected(decoder.spec, index, module) as inputs:
+        with decoder.block(index, tensors) as module, _collected(walk.session, index, module) as inputs:
             decoder.run_block_into(index, module, hidden, None)
     weights = {layer: tensors.pop(f"{layer}.weight") for layer in layers}
-    walk.apply(Block(family.block.format(index=index), weights, inputs, tensors))
+    block = Block(family.block.format(index=index), weights, inputs, tensors)
+    if hidden is not None:
+        block.entering = hidden
+        block.forward = partial(decoder.run_block_with, index)
+    walk.apply(block)
 
 
 @contextmanager
-def _collected(spec: DecoderSpec, index: int, module: nn.Module) -> Iterator[dict[str, InputStats]]:
+def _collected(session: Session, index: int, module: nn.Module) -> Iterator[dict[str, InputStats]]:
     """Statistics of what every linear layer of block ``index`` is fed while the context lasts."""
+    spec = session.decoder.spec
     prefix, shared = spec.family.block.format(index=index) + ".", spec.shared_inputs(index)
     modules = {layer: _linear(module, layer.removeprefix(prefix)) for layers in shared for layer in layers}
-    with collect_inputs(modules, shared) as inputs:
+    with collect_inputs(modules, shared, session.real, session.token_weights) as inputs:
         experts = spec.expert_linears(index)
         if not experts:
             yield inputs
             return
         assert spec.family.experts is not None
         fused = module.get_submodule(spec.family.experts.module)
-        with collect_expert_inputs(fused, experts) as routed:
+        weights = session.token_weights.get(prefix + spec.family.experts.module)
+        with collect_expert_inputs(fused, experts, session.real, weights) as routed:
             yield inputs | routed
 
 
@@ -158,7 +164,8 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
 
 
 def _head_inputs(session: Session, hidden: Activations) -> dict[str, InputStats]:
-    stats = InputStats(session.decoder.spec.hidden_size)
+    stats, feed = InputStats(session.decoder.spec.hidden_size), TokenFeed(session.real)
     for window in session.decoder.head_inputs(hidden):
-        stats.update(window)
+        (rows,), _ = feed.take(window)
+        stats.update(rows)
     return {session.decoder.spec.family.head: stats}

@@ -170,7 +170,8 @@ def bench(
 @click.option("--path", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="text, jsonl: the file.")
 @click.option("--name", help="hub: the data set.")
 @click.option("--split", default="test", show_default=True, help="hub: the split.")
-@click.option("--column", default="text", show_default=True, help="jsonl, hub: where the text is.")
+@click.option("--column", help="jsonl, hub: where the text is; messages with --chat-template, else text.")
+@click.option("--chat-template", is_flag=True, help="jsonl, hub: rows are chats, rendered by the model's template.")
 @click.option("--encoding", default="utf-8", show_default=True, help="text, jsonl: of the file.")
 @click.option("--windows", type=int, default=16, show_default=True)
 @click.option("--sequence-length", type=int, default=512, show_default=True)
@@ -184,7 +185,8 @@ def evaluate(
     path: Path | None,
     name: str | None,
     split: str,
-    column: str,
+    column: str | None,
+    chat_template: bool,
     encoding: str,
     windows: int,
     sequence_length: int,
@@ -201,6 +203,7 @@ def evaluate(
             name=name,
             split=split,
             column=column,
+            chat_template=chat_template,
             encoding=encoding,
             windows=windows,
             sequence_length=sequence_length,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from calibration.windows import Windows, overlap
 from compress.blocks import compress_blocks
-from compress.errors import CompressError, InputError
+from compress.coverage import coverage_warnings, token_coverage
+from compress.errors import CompressError
 from compress.fields import plain
 from compress.findings import activation_warnings, check_gates, describe_model, environment, pass_warnings
 from compress.fingerprint import fingerprint
@@ -21,19 +21,17 @@ from compress.journal import Journal
 from compress.markdown import render
 from compress.models.checkpoint import scan_finite
 from compress.patterns import match_layers
-from compress.prepare import FLOAT_BYTES, PARITY_WINDOWS, Prepared, prepare, token_windows
+from compress.prepare import Prepared, prepare
 from compress.proof import REPORT_IT, Evidence, gather_evidence, prove
 from compress.protocols import Exporter, Planner
-from compress.recipe import Evaluate, Recipe, dump_yaml, to_dict
+from compress.recipe import Recipe, dump_yaml, to_dict
 from compress.report import ArtifactRecord, PassRecord, Report, decode
 from compress.room import check_room
 from compress.scheme import FLOAT
 from compress.session import CompressedModel, Progress, Session, no_progress
 from compress.store import preserve, restore
+from compress.texts import text_windows, written_windows
 from compress.workspace import check_free, workspace, write_manifest
-
-OVERLAP_WARNING = 0.01
-"""Share of the evaluation text found in the calibration text from which the report warns."""
 
 
 def run(
@@ -56,21 +54,25 @@ def run(
         advance(2)
     with clock("scan weights"), progress("scanning weights", len(prepared.original.files)) as advance:
         weights = scan_finite(prepared.original, advance)
+    if prepared.writes_text:
+        with clock("write calibration text"):
+            calibration = written_windows(prepared, evaluation, progress)
     identity = fingerprint(prepared, calibration, weights)
     with workspace(out, overwrite, needed["disk_bytes"], resume=resume, fingerprint=identity) as work:
         folder = work.result
-        session = prepared.session(work.state, calibration.tokens, progress, work.scratch)
+        session = prepared.session(work.state, calibration.tokens, progress, calibration.real, work.scratch)
         passes = run_passes(prepared, session, work.journal, clock)
         require_plan(session)
         model = prepared.compressed(session.store)
         with clock("reference logits"):
             evidence = gather_evidence(prepared, model, evaluation.tokens, work.scratch, progress)
         artifacts = [export(prepared, model, step.value, folder, evidence, clock, progress) for step in recipe.export]
+        coverage = token_coverage(prepared.spec, prepared.shapes, passes)
         report = Report(
             recipe=to_dict(recipe),
             model=describe_model(prepared, model.schemes),
             environment=environment(prepared.threads),
-            calibration=calibration.audit,
+            calibration={**calibration.audit, **({} if coverage is None else {"coverage": coverage})},
             evaluation=evaluation.audit,
             passes=tuple(passes),
             artifacts=tuple(artifacts),
@@ -80,6 +82,7 @@ def run(
                 *remarks,
                 *calibration.warnings,
                 *evaluation.warnings,
+                *coverage_warnings(coverage),
                 *pass_warnings(passes),
                 *activation_warnings(artifacts),
             ),
@@ -148,36 +151,6 @@ def export(
         return prove(prepared, model, exporter, artifact, evidence, progress)
 
 
-def text_windows(prepared: Prepared) -> tuple[Windows, Windows]:
-    """Calibration and evaluation windows; the audit says how much of the second occurs in the first."""
-    recipe, checkpoint = prepared.recipe, prepared.checkpoint
-    evaluate = recipe.evaluate
-    if evaluate is None:
-        # Parity is checked in every run, so a little text is needed all the same.
-        length = min(Evaluate().sequence_length, prepared.spec.max_positions)
-        evaluate = Evaluate(windows=PARITY_WINDOWS, sequence_length=length)
-    evaluation = token_windows(checkpoint, evaluate, "evaluation")
-    if recipe.measure is not None and evaluation.tokens.numel() < recipe.measure.prompt_tokens:
-        raise InputError(
-            f"the prompt is taken from the evaluation text: {recipe.measure.prompt_tokens} tokens were asked for, "
-            f"and its windows have {evaluation.tokens.numel()}",
-            where="measure.prompt_tokens",
-            fix="ask for a shorter prompt, or for more or longer evaluation windows",
-        )
-    if not prepared.needs_tokens:
-        return Windows(evaluation.tokens[:0], {"used": False}), evaluation
-    calibration = token_windows(checkpoint, recipe.calibration, "calibration")
-    shared = overlap(calibration.tokens, evaluation.tokens)
-    warnings = calibration.warnings
-    if shared > OVERLAP_WARNING:
-        warnings = (
-            *warnings,
-            f"{shared:.0%} of the evaluation text is in the calibration text: quality looks too good",
-        )
-    audit = {**calibration.audit, "used": True, "overlap_with_evaluation": shared}
-    return Windows(calibration.tokens, audit, warnings), evaluation
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a run would do, as far as it is known without running a pass."""
@@ -217,7 +190,7 @@ def plan(
     layers = []
     for layer, shape in prepared.shapes.items():
         scheme = session.plan.get(layer)
-        bytes_ = shape[0] * shape[1] * FLOAT_BYTES if scheme is None else scheme.stored_bits(shape) // 8
+        bytes_ = prepared.stored_bits(scheme, shape) // 8
         by = owner.get(layer, "default" if layer in prepared.pinned else "passes")
         layers.append(
             {"layer": layer, "shape": list(shape), "scheme": str(scheme or FLOAT), "set_by": by, "bytes": bytes_}

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.codebook import nearest_code
 from compress.errors import InputError
 from compress.scheme import QuantScheme
-from compress.tensor import QuantizedTensor
+from compress.tensor import QuantizedTensor, unit_values
 
 FP16_STEP = 2.0**-24
 """The smallest positive fp16 number: every fp16 number is a multiple of it."""
@@ -24,8 +25,10 @@ FP16_MAX = 65504.0
 MAX_WEIGHT = 2.0**15
 """The largest weight taken: half of what fp16 holds, so that the minima of all groups are fp16 numbers."""
 ASYMMETRIC_MANTISSA = 7
-SEARCH_STEPS = 24
-SEARCH_SPAN = (0.60, 1.05)
+NARROWEST, WIDEST = 0.60, 1.04
+"""The least and the greatest multiple of the min/max scale that the search tries."""
+STEPS = {2: 12, 3: 12, 4: 12, 8: 24}
+"""Bits -> how many multiples are tried; of an asymmetric group each end of the range has its own, a third as many."""
 REFITS = 2
 ROW_CHUNK = 1 << 18
 """Weights searched at a time: keeps the temporaries in cache-sized pieces."""
@@ -33,7 +36,10 @@ ROW_CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Grid:
-    """``scale`` and ``zero`` float32 [rows, groups]; ``zero`` holds integers, the midpoint where symmetric."""
+    """``scale`` and ``zero`` float32 [rows, groups]; ``zero`` holds integers, the midpoint where symmetric.
+
+    A codebook has no zero points: there ``zero`` is 0 and nobody reads it.
+    """
 
     scale: Tensor
     zero: Tensor
@@ -57,8 +63,19 @@ def storable(scale: Tensor, scheme: QuantScheme) -> Tensor:
 
 def codes_of(groups: Tensor, grid: Grid, scheme: QuantScheme) -> Tensor:
     """Nearest codes, float32, of ``groups [rows, groups, width]``."""
-    centred = groups / grid.scale[..., None] + grid.zero[..., None]
-    return torch.round(centred).clamp_(0, scheme.levels - 1)
+    return nearest_codes(groups, grid.scale[..., None], grid.zero[..., None], scheme)
+
+
+def nearest_codes(values: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> Tensor:
+    """Nearest codes, float32, of ``values`` under a ``scale`` and ``zero`` that broadcast to them."""
+    if scheme.codebook is None:
+        return torch.round(values / scale + zero).clamp_(0, scheme.levels - 1)
+    return nearest_code(values / scale, scheme.codebook)
+
+
+def values_of(codes: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> Tensor:
+    """What float ``codes`` stand for, float32: the inverse of :func:`nearest_codes` up to rounding."""
+    return unit_values(codes, zero, scheme).mul_(scale)
 
 
 def fit_groups(groups: Tensor, scheme: QuantScheme, importance: Tensor | None = None, search: bool = True) -> Grid:
@@ -66,6 +83,9 @@ def fit_groups(groups: Tensor, scheme: QuantScheme, importance: Tensor | None = 
 
     Without ``search``, the min/max grid. With it, never a higher weighted error than the min/max grid.
     """
+    # The order of summation follows the layout in memory.
+    groups = groups.contiguous()
+    importance = None if importance is None else importance.contiguous()
     chunks = torch.split(groups, max(1, ROW_CHUNK // max(1, groups[0].numel())))
     with one_thread() as threads, ThreadPoolExecutor(min(threads, len(chunks))) as pool:
         parts = list(pool.map(lambda part: _fit(part, scheme, importance, search), chunks))
@@ -87,49 +107,106 @@ def one_thread() -> Iterator[int]:
 
 
 def _fit(groups: Tensor, scheme: QuantScheme, importance: Tensor | None, search: bool) -> Grid:
-    if scheme.symmetric:
-        # The lowest code reaches one step further than the highest: give it to the larger side, by the scale's sign.
-        low, high = groups.amin(-1), groups.amax(-1)
-        largest = torch.where(high > -low, high, low)
-        starts = [-largest / scheme.midpoint]
-        if search:
-            starts.append(largest / scheme.midpoint)
-    else:
-        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        starts = [(high - low) / (scheme.levels - 1)]
-    best = _Best(groups, scheme, importance)
-    for start in starts:
-        best.offer(_grid_of(start, low, scheme))
+    weight = None if importance is None else importance.clamp(min=0)
+    low, high = groups.amin(-1), groups.amax(-1)
+    best = _Best(groups, scheme, weight)
+    for scale, zero in _min_max(low, high, scheme, both_signs=search):
+        best.offer(Grid(storable(scale, scheme), zero))
     if search:
-        for start in starts:
-            for factor in torch.linspace(*SEARCH_SPAN, SEARCH_STEPS).tolist():
-                best.offer(_grid_of(start * factor, low * factor, scheme))
+        best.offer(_search(groups, low, high, scheme, weight))
         for _ in range(REFITS):
             best.offer(best.refitted())
+            if not scheme.symmetric:
+                best.offer_neighbours()
     return Grid(best.scale, best.zero)
 
 
-def _grid_of(scale: Tensor, low: Tensor, scheme: QuantScheme) -> Grid:
-    scale = storable(scale, scheme)
+def _min_max(low: Tensor, high: Tensor, scheme: QuantScheme, both_signs: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scales, not rounded yet, and zero points that just hold numbers from ``low`` to ``high``."""
+    if not scheme.symmetric:
+        yield _asymmetric(low.clamp(max=0), high.clamp(min=0), scheme)
+        return
+    if scheme.codebook is not None:
+        # Its sides differ: with a negative scale they change places.
+        scale = torch.maximum(high, -low)
+    else:
+        # The lowest code reaches one step further than the highest: give it to the larger side, by the scale's sign.
+        scale = torch.where(high > -low, high, low) / -scheme.midpoint
+    zero = torch.full_like(scale, constant_zero(scheme))
+    yield scale, zero
+    if both_signs:
+        yield -scale, zero
+
+
+def _asymmetric(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    scale = (high - low) / (scheme.levels - 1)
+    scale = torch.where(scale == 0, 1.0, scale)
+    return scale, torch.round(-low / scale).clamp_(0, scheme.levels - 1)
+
+
+def constant_zero(scheme: QuantScheme) -> float:
+    """The ``zero`` of a symmetric scheme's grid."""
+    return 0.0 if scheme.codebook is not None else float(scheme.midpoint)
+
+
+def _candidates(low: Tensor, high: Tensor, scheme: QuantScheme) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scales and zero points around min/max, most of them cutting off the ends of the range."""
     if scheme.symmetric:
-        return Grid(scale, torch.full_like(scale, scheme.midpoint))
-    return Grid(scale, torch.round(-low / scale).clamp_(0, scheme.levels - 1))
+        for factor in torch.linspace(NARROWEST, WIDEST, STEPS[scheme.bits]).tolist():
+            for scale, zero in _min_max(low * factor, high * factor, scheme, both_signs=True):
+                yield torch.where(scale == 0, 1.0, scale), zero
+        return
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    factors = torch.linspace(NARROWEST, 1.0, STEPS[scheme.bits] // 3).tolist()
+    for lower in factors:
+        for upper in factors:
+            yield _asymmetric(low * lower, high * upper, scheme)
+
+
+def _search(groups: Tensor, low: Tensor, high: Tensor, scheme: QuantScheme, weight: Tensor | None) -> Grid:
+    """The candidate whose codes, with the best scale for them, come closest.
+
+    For units ``u`` the best scale is ``<g, u> / <u, u>``, and it leaves ``<g, g> - <g, u>^2 / <u, u>`` of the squared
+    error: so each candidate is judged as if refitted, without computing the rounded weights.
+    """
+    weighted = groups if weight is None else groups * weight
+    best = torch.full_like(low, -torch.inf)
+    scale, zero = torch.ones_like(low), torch.full_like(low, constant_zero(scheme) if scheme.symmetric else 0.0)
+    for tried, offset in _candidates(low, high, scheme):
+        units = _nearest_units(groups, tried[..., None], offset[..., None], scheme)
+        along = (weighted * units).sum(-1)
+        units.square_()
+        length = units.sum(-1) if weight is None else (units * weight).sum(-1)
+        fitted = torch.where(length > 0, along / length, tried)
+        gain = along * fitted
+        better = (gain > best) & ((fitted > 0) | torch.tensor(scheme.symmetric))
+        best, scale, zero = (
+            torch.where(better, new, old) for new, old in ((gain, best), (fitted, scale), (offset, zero))
+        )
+    return Grid(storable(scale, scheme), zero)
+
+
+def _nearest_units(groups: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> Tensor:
+    """What the nearest codes stand for before scaling, but for ties: one pass less over the weights than in full."""
+    if scheme.codebook is not None:
+        return unit_values(nearest_codes(groups, scale, zero, scheme), zero, scheme)
+    return (groups * scale.reciprocal()).round_().clamp_(-zero, scheme.levels - 1 - zero)
 
 
 class _Best:
-    """The best grid seen so far for each group."""
+    """The best grid seen so far for each group, by its squared error as files hold it."""
 
-    def __init__(self, groups: Tensor, scheme: QuantScheme, importance: Tensor | None) -> None:
-        self.groups, self.scheme = groups, scheme
-        self.weight = None if importance is None else importance.clamp(min=0)
+    def __init__(self, groups: Tensor, scheme: QuantScheme, weight: Tensor | None) -> None:
+        self.groups, self.scheme, self.weight = groups, scheme, weight
         self.error = torch.full(groups.shape[:-1], torch.inf)
         self.scale = torch.ones(groups.shape[:-1])
-        self.zero = torch.full(groups.shape[:-1], float(scheme.midpoint if scheme.symmetric else 0))
+        self.zero = torch.full(groups.shape[:-1], constant_zero(scheme) if scheme.symmetric else 0.0)
 
     def offer(self, grid: Grid) -> None:
         """Take ``grid`` for the groups where it has the lower error."""
         codes = codes_of(self.groups, grid, self.scheme)
-        square = codes.sub_(grid.zero[..., None]).mul_(grid.scale[..., None]).sub_(self.groups).square_()
+        values = values_of(codes, grid.scale[..., None], grid.zero[..., None], self.scheme)
+        square = values.sub_(self.groups).square_()
         error = square.sum(-1) if self.weight is None else (square * self.weight).sum(-1)
         # Never true for a scale or minimum beyond fp16: infinity times 0 is not a number.
         better = (error < self.error) & ((grid.zero * grid.scale).abs() <= FP16_MAX)
@@ -137,15 +214,27 @@ class _Best:
         self.scale = torch.where(better, grid.scale, self.scale)
         self.zero = torch.where(better, grid.zero, self.zero)
 
+    def offer_neighbours(self) -> None:
+        """Try the scales and the zero points next to the best."""
+        for step in (-1, 1):
+            self.offer(Grid(self.scale, (self.zero + step).clamp_(0, self.scheme.levels - 1)))
+            self.offer(Grid(storable(self.scale * (1 + step * 2.0**-ASYMMETRIC_MANTISSA), self.scheme), self.zero))
+
     def refitted(self) -> Grid:
         """Least-squares scales for the codes that the best grid gives."""
         best = Grid(self.scale, self.zero)
-        centred = codes_of(self.groups, best, self.scheme).sub_(self.zero[..., None])
+        centred = unit_values(codes_of(self.groups, best, self.scheme), self.zero[..., None], self.scheme)
         weighted = centred if self.weight is None else centred * self.weight
         top, bottom = (weighted * self.groups).sum(-1), (weighted * centred).sum(-1)
         fitted = torch.where(bottom > 0, top / bottom, self.scale)
-        usable = (fitted.abs() >= FP16_STEP) & ((fitted > 0) | torch.tensor(self.scheme.symmetric))
-        return Grid(storable(torch.where(usable, fitted, self.scale), self.scheme), self.zero)
+        return Grid(usable_scale(fitted, self.scale, self.scheme), self.zero)
+
+
+def usable_scale(fitted: Tensor, otherwise: Tensor, scheme: QuantScheme) -> Tensor:
+    """``fitted`` as files hold it; ``otherwise`` where it is too small for that, too large, or has a sign too many."""
+    size = fitted.abs()
+    usable = (size >= FP16_STEP) & (size <= FP16_MAX) & ((fitted > 0) | torch.tensor(scheme.symmetric))
+    return storable(torch.where(usable, fitted, otherwise), scheme)
 
 
 def split_groups(weight: Tensor, scheme: QuantScheme) -> Tensor:
@@ -159,7 +248,16 @@ def split_groups(weight: Tensor, scheme: QuantScheme) -> Tensor:
 def round_to_nearest(
     weight: Tensor, scheme: QuantScheme, importance: Tensor | None = None, search: bool = True, layer: str = ""
 ) -> QuantizedTensor:
-    """Quantise float32 ``weight [out, in]``, each weight on its own; ``importance [in]`` weighs the scale search.
+    """Quantise float32 ``weight [out, in]``, each weight on its own, on the grid of :func:`grid_of`."""
+    grid = grid_of(weight, scheme, importance, search, layer)
+    codes = codes_of(split_groups(weight, scheme), grid, scheme).view(weight.shape[0], -1)[:, : weight.shape[1]]
+    return assemble(codes, grid, scheme)
+
+
+def grid_of(
+    weight: Tensor, scheme: QuantScheme, importance: Tensor | None = None, search: bool = True, layer: str = ""
+) -> Grid:
+    """The grid for float32 ``weight [out, in]``; ``importance [in]`` weighs the scale search.
 
     InputError, naming ``layer``, for weights that are not finite or too large for fp16 scales.
     """
@@ -170,12 +268,9 @@ def round_to_nearest(
             where=layer,
             fix="leave the layer in floating point with ignore: [...]",
         )
-    groups = split_groups(weight, scheme)
     if importance is not None:
         importance = split_groups(importance[None], scheme)[0]
-    grid = fit_groups(groups, scheme, importance, search)
-    codes = codes_of(groups, grid, scheme).view(weight.shape[0], -1)[:, : weight.shape[1]]
-    return assemble(codes, grid, scheme)
+    return fit_groups(split_groups(weight, scheme), scheme, importance, search)
 
 
 def assemble(codes: Tensor, grid: Grid, scheme: QuantScheme) -> QuantizedTensor:
@@ -184,11 +279,16 @@ def assemble(codes: Tensor, grid: Grid, scheme: QuantScheme) -> QuantizedTensor:
     return QuantizedTensor(scheme, codes.to(torch.uint8), grid.scale, zero)
 
 
-def output_error(weight: Tensor, quantized: Tensor, gram: Tensor) -> float:
+def output_power(weight: Tensor, gram: Tensor) -> float:
+    """``tr(W G WT)``: the squared norm of the layer's output over the inputs that the Gram matrix ``G`` sums up."""
+    return float(((weight @ gram) * weight).sum())
+
+
+def output_error(weight: Tensor, quantized: Tensor, gram: Tensor, power: float | None = None) -> float:
     """Squared error of the layer's output over its calibration inputs, relative to the output's power.
 
     ``tr(E G ET) / tr(W G WT)`` for the error ``E = quantized - weight`` and the Gram matrix ``G`` of the inputs.
+    ``power`` is the latter, if known.
     """
-    error = quantized - weight
-    power = float(((weight @ gram) * weight).sum())
-    return float(((error @ gram) * error).sum()) / power if power > 0 else 0.0
+    power = output_power(weight, gram) if power is None else power
+    return output_power(quantized - weight, gram) / power if power > 0 else 0.0

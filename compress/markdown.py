@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from compress.report import ArtifactRecord, Measurement, PassRecord, Performance, Report
 from compress.units import duration, quantity, size
 
 WORST_LAYERS = 5
 FLOAT_LAYERS = 10
+EXPERTS_SHOWN = 16
 
 
 def render(report: Report) -> str:
@@ -166,6 +168,56 @@ def _text(report: Report) -> Iterator[str]:
             counts = (str(audit[key]) for key in ("obtained_samples", "requested_samples", "sequence_length"))
             rows.append((name, str(audit["origin"]), *counts))
     yield from _table(columns, rows)
+    calibration = report.calibration
+    if "overlap_with_evaluation" in calibration:
+        yield ""
+        yield " ".join(_audit(calibration))
+    if "coverage" in calibration:
+        yield from _coverage(calibration["coverage"])
+
+
+def _audit(calibration: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader should know of the calibration text beside its size."""
+    yield (
+        f"Calibration: {calibration['obtained_tokens']} tokens of {calibration['requested_tokens']} asked for; "
+        f"{calibration['overlap_with_evaluation']:.2%} of the evaluation text is in it."
+    )
+    if not calibration["packing"]:
+        yield (
+            f"Each window is one document, of {calibration['shortest']} to {calibration['longest']} tokens; "
+            f"{calibration['documents_truncated']} were longer and lost {calibration['tokens_dropped']} tokens."
+        )
+    if calibration["dropped"]:
+        kinds = (f"{count} {kind.replace('_', ' ')}" for kind, count in calibration["dropped"].items())
+        yield f"Dropped: {', '.join(kinds)}."
+
+
+def _coverage(coverage: Mapping[str, Any]) -> Iterator[str]:
+    """Tokens against twice the columns: of layers that every token passes, and of experts."""
+    rows = []
+    for row in coverage["layers"]:
+        named = ", ".join(f"`{name}`" for name in row["layers"])
+        numbers = _numbers(row, "count", "columns", "tokens", "needed")
+        rows.append((named, *numbers, "yes" if row["enough"] else "**no**"))
+    yield ""
+    yield from _table(("layers", "number", "input columns", "tokens seen", "2 x columns", "enough"), rows)
+    experts = [
+        (*_numbers(row, "block", "experts", "min", "median", "max", "needed"), _short(row["short"]))
+        for row in coverage["experts"]
+    ]
+    yield ""
+    columns = ("block", "experts", "fewest tokens", "median", "most", "2 x columns", "experts with fewer (tokens)")
+    yield from _table(columns, experts)
+
+
+def _numbers(row: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    return tuple(f"{row[key]:g}" for key in keys)
+
+
+def _short(experts: Mapping[str, int]) -> str:
+    fewest = sorted(experts.items(), key=lambda item: item[1])
+    more = f" and {len(fewest) - EXPERTS_SHOWN} more" if len(fewest) > EXPERTS_SHOWN else ""
+    return ", ".join(f"{expert} ({tokens})" for expert, tokens in fewest[:EXPERTS_SHOWN]) + more
 
 
 def _long(value: object) -> bool:

@@ -6,15 +6,10 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from calibration.builtin import Part
-from calibration.errors import DataError
-from calibration.text import load_texts
-from calibration.windows import Windows, make_windows
 from compress import registry
 from compress.activations import Spool
 from compress.errors import InputError
@@ -23,8 +18,8 @@ from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import Decoder
 from compress.models.sources import open_model
 from compress.models.topology import DecoderSpec, describe
-from compress.protocols import SCOPES
-from compress.recipe import Calibration, Evaluate, Recipe, Step
+from compress.protocols import SCOPES, Resource
+from compress.recipe import Recipe, Step
 from compress.report import PassRecord
 from compress.runner.observe import LIBRARIES
 from compress.runner.threads import resolve_threads
@@ -35,6 +30,8 @@ from compress.store import Store
 PARITY_WINDOWS = 2
 """Evaluation windows on which each artifact's logits are compared with the fake-quantised model."""
 FLOAT_BYTES = 4
+FROM_TOKENS: frozenset[Resource] = frozenset({"inputs", "activations"})
+"""What is made of calibration tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,11 @@ class Prepared:
     """In the order in which they run."""
     threads: int
 
+    @property
+    def writes_text(self) -> bool:
+        """Whether the model writes its own calibration text."""
+        return self.needs_tokens and self.recipe.calibration.source == "self"
+
     def of_scope(self, scope: str) -> list[Step]:
         """The passes over the checkpoint ("source"), over the whole model, or over one block at a time."""
         return [step for step in self.passes if step.value.scope == scope]
@@ -61,7 +63,12 @@ class Prepared:
     @property
     def needs_tokens(self) -> bool:
         """Whether any pass looks at calibration data."""
-        return any(step.value.scope == "model" or "inputs" in step.value.reads for step in self.passes)
+        return any(step.value.scope == "model" or step.value.reads & FROM_TOKENS for step in self.passes)
+
+    def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
+        """Bits of a weight ``shape`` (None: in floating point) in the artifact that takes most for it."""
+        bits: int = max(step.value.stored_bits(scheme, shape) for step in self.recipe.export)
+        return bits
 
     def compressed(self, store: Store) -> CompressedModel:
         """The model as far as ``store`` has it."""
@@ -71,17 +78,26 @@ class Prepared:
             source.config, source.folder, source.name, tied, self.shapes, store, source.tensor, names
         )
 
-    def session(self, workdir: Path, tokens: Tensor, progress: Progress, scratch: Path | None = None) -> Session:
+    def session(
+        self,
+        workdir: Path,
+        tokens: Tensor,
+        progress: Progress,
+        real: Tensor | None = None,
+        scratch: Path | None = None,
+    ) -> Session:
         """The state of a run with its blocks under ``workdir``; the passes have planned what they can so far.
 
-        Large hidden states go to files under ``scratch``.
+        ``real`` as in :class:`Session`. Large hidden states go to files under ``scratch``.
         """
         store = Store(workdir / "blocks")
         spool, precision = Spool(scratch and scratch / "hidden"), self.recipe.calibration.precision
         decoder = Decoder(self.checkpoint, self.compressed(store).parameter, spool, precision)
         plan = {layer: scheme for layer, scheme in self.pinned.items() if scheme is not None}
         seed = self.recipe.calibration.seed
-        session = Session(decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress)
+        session = Session(
+            decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real, self.stored_bits
+        )
         complaints = [text for step in self.passes for text in step.value.check(session)]
         if complaints:
             raise InputError("\n".join(complaints))
@@ -108,7 +124,9 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     for step in recipe.export:
         found = [text for plan in (session.plan, *candidates) for text in step.value.check(spec, plan, shapes)]
         unfit += [f"{step.name}: {text}" for text in dict.fromkeys(found)]
-        remarks += [f"{step.name}: {text}" for text in step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)]
+        told = [text for plan in (session.plan, *candidates) for text in step.value.remarks(plan)]
+        told += step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)
+        remarks += [f"{step.name}: {text}" for text in dict.fromkeys(told)]
     if complaints or unfit:
         fix = "choose another scheme or exporter, or leave such layers in floating point with ignore: [...]"
         raise InputError("\n".join(complaints + unfit), fix=fix if unfit else "")
@@ -166,6 +184,10 @@ def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
     if len(quantisers) > 1:
         lines = [f"{step.where or step.name}: writes quantised layers" for step in quantisers]
         raise InputError("only one pass can quantise\n" + "\n".join(lines), fix="keep one of them")
+    idle = [step for step in steps if step.value.writes and not step.value.writes & _wanted(steps, step)]
+    if idle:
+        lines = [f"{step.where or step.name}: no other pass reads what it writes" for step in idle]
+        raise InputError("\n".join(lines), fix="remove it, or add gptq after it, which reads what any pass writes")
     waiting, done = sorted(steps, key=lambda step: SCOPES.index(step.value.scope)), []
     while waiting:
         ready = next((s for s in waiting if not any(_feeds(other, s) for other in waiting if other is not s)), None)
@@ -175,6 +197,12 @@ def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
         waiting.remove(ready)
         done.append(ready)
     return tuple(done)
+
+
+def _wanted(steps: Sequence[Step], writer: Step) -> frozenset[Resource]:
+    """What some other pass reads, or every run needs."""
+    every: frozenset[Resource] = frozenset({"quantized"})
+    return every.union(*(step.value.reads for step in steps if step is not writer))
 
 
 def _feeds(first: Step, second: Step) -> bool:
@@ -196,45 +224,3 @@ def layer_shapes(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, tuple[i
         )
     shapes = {layer: checkpoint.shape(f"{layer}.weight") for layer in layers}
     return {layer: (shape[0], shape[1]) for layer, shape in shapes.items()}
-
-
-def token_windows(checkpoint: Checkpoint, section: Calibration | Evaluate, part: Part) -> Windows:
-    """The windows that ``section`` asks for: a seeded choice for calibration, the first ones for evaluation."""
-    encode, separator = _tokenizer(checkpoint)
-    try:
-        windows = make_windows(
-            load_texts(section, part),
-            encode,
-            section.samples if isinstance(section, Calibration) else section.windows,
-            section.sequence_length,
-            seed=section.seed if isinstance(section, Calibration) else None,
-            separator_id=separator,
-            what=part,
-        )
-    except DataError as error:
-        raise InputError(error.what, where=error.where, fix=error.fix) from error
-    largest, known = int(windows.tokens.max()), checkpoint.config["vocab_size"]
-    if largest >= known:
-        raise InputError(
-            f"the tokenizer gives id {largest}, and the model knows {known}",
-            where=str(checkpoint.folder),
-            fix="put the model's own tokenizer files into the folder",
-        )
-    return windows
-
-
-def _tokenizer(checkpoint: Checkpoint) -> tuple[Any, int | None]:
-    """(texts to token ids without special tokens, the id that separates documents)."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"the tokenizer cannot be read: {reason}",
-            where=str(checkpoint.folder),
-            fix="save the tokenizer beside the model with save_pretrained",
-        ) from error
-    tokenizer.model_max_length = 1 << 62
-    return lambda texts: tokenizer(texts, add_special_tokens=False).input_ids, tokenizer.eos_token_id

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from compress.report import LayerRecord, PassRecord
     from compress.session import Block, CompressedModel, Session
 
-Resource = Literal["weights", "inputs", "plan", "quantized"]
-"""What passes hand on: weights, statistics of layer inputs, the plan of schemes, quantised layers."""
+Resource = Literal["weights", "inputs", "activations", "plan", "quantized"]
+"""What passes hand on: weights, statistics of layer inputs, what enters a block, plans, quantised layers."""
 
 
 class Planner(Protocol):
@@ -140,6 +140,17 @@ class Exporter(Protocol):
         self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]
     ) -> Sequence[str]:
         """Complaints (layer, shape, why, and what would do), one an offender, before any work."""
+        ...
+
+    def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
+        """What a user of a file with such layers should know; for the report."""
+        ...
+
+    def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
+        """Bits that the file holds for a linear layer [out, in], scales and zero points included.
+
+        None is a layer in floating point. Any number will do for a scheme that :meth:`check` refuses.
+        """
         ...
 
     def write(self, model: CompressedModel, out: Path) -> Artifact:

@@ -23,6 +23,8 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "mixed": "compress.passes.mixed:Mixed",
             "awq": "compress.passes.awq:Awq",
             "rotate": "compress.passes.rotate:Rotate",
+            "guided": "compress.passes.guided:Guided",
+            "autoround": "compress.passes.autoround:Autoround",
         },
         "exporters": {
             "onnx": "exporters.onnx:OnnxExporter",

@@ -34,7 +34,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What one pass did to one layer. Errors are mean squared output errors relative to the output's power."""
+    """What one pass did to one layer. Errors are mean squared output errors relative to the output's power.
+
+    Of ``autoround`` they are those of the block that the layer is in, relative to what the block adds.
+    """
 
     layer: str
     scheme: str

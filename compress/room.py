@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
+from calibration.writing import WINDOWS_AT_ONCE
 from compress.activations import IN_MEMORY_BYTES
 from compress.errors import InputError
 from compress.models.checkpoint import UNMAP_BYTES
@@ -23,20 +25,32 @@ SOLVE_COPIES = 4
 
 def check_room(prepared: Prepared, plan: Mapping[str, QuantScheme], folder: Path) -> dict[str, int]:
     """Disk and memory that the run will need, in bytes; InputError if there is clearly not enough of one."""
-    needed = {"disk_bytes": _disk_bytes(prepared, plan), "memory_bytes": _memory_bytes(prepared)}
+    writing = writing_bytes(prepared) if prepared.writes_text else 0
+    needed = {"disk_bytes": _disk_bytes(prepared, plan), "memory_bytes": max(_memory_bytes(prepared), writing)}
     parent = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     free_disk, free_memory = shutil.disk_usage(parent).free, psutil.virtual_memory().available
     problems = []
     if needed["disk_bytes"] > free_disk:
         problems.append(f"disk: about {size(needed['disk_bytes'])} needed, {size(free_disk)} free at {parent}")
     if needed["memory_bytes"] > free_memory:
-        problems.append(f"memory: about {size(needed['memory_bytes'])} needed, {size(free_memory)} available")
+        whole = " (source: self needs the whole model in memory)" if needed["memory_bytes"] == writing else ""
+        problems.append(f"memory: about {size(needed['memory_bytes'])} needed, {size(free_memory)} available{whole}")
     if problems:
         raise InputError(
             "not enough room for this run\n" + "\n".join(problems),
             fix="write elsewhere with --out, or ask for fewer or shorter calibration samples and evaluation windows",
         )
     return needed
+
+
+def writing_bytes(prepared: Prepared) -> int:
+    """What a model takes that writes its own calibration text: all weights, the key/value cache, logits."""
+    calibration, spec = prepared.recipe.calibration, prepared.spec
+    weights = sum(math.prod(prepared.original.shape(name)) for name in prepared.original.files)
+    windows = min(calibration.samples, WINDOWS_AT_ONCE)
+    cached = 2 * spec.layers * spec.kv_heads * spec.head_dim * calibration.sequence_length
+    # A block's tensors are there twice while it is loaded: small beside the whole.
+    return FLOAT_BYTES * (weights + windows * (cached + 4 * spec.vocab_size))
 
 
 def _disk_bytes(prepared: Prepared, plan: Mapping[str, QuantScheme]) -> int:
@@ -75,7 +89,8 @@ def _hidden_bytes(prepared: Prepared) -> int:
     evaluated = (recipe.evaluate.windows if recipe.evaluate else PARITY_WINDOWS) * _evaluated_tokens(prepared)
     tokens = [evaluated]
     if prepared.needs_tokens:
-        tokens.append(calibration.samples * calibration.sequence_length)
+        streams = 2 if any("activations" in step.value.reads for step in prepared.passes) else 1
+        tokens.append(streams * calibration.samples * calibration.sequence_length)
         for step in prepared.of_scope("model"):
             kept = step.value.kept_windows(calibration.samples) * calibration.sequence_length
             tokens.append((spec.layers + 1) * kept)
@@ -99,6 +114,9 @@ def _memory_bytes(prepared: Prepared) -> int:
     if prepared.needs_tokens:
         statistics = max(_statistics_bytes(prepared, index) for index in range(spec.layers))
         parts[-1] += statistics + SOLVE_COPIES * 2 * FLOAT_BYTES * widest**2
+        if any("activations" in step.value.reads for step in prepared.passes):
+            # What is learned of each weight, its value and its gradient now.
+            parts[-1] += 5 * FLOAT_BYTES * block
         if prepared.of_scope("model"):
             parts.append(FLOAT_BYTES * (2 * block + 3 * largest))
     middle = max(rows for shapes in blocks for rows, _ in shapes)

@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.scheme import QuantScheme
+from compress.scheme import QuantScheme, compact_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from calibration.stats import InputStats
+    from compress.activations import Activations
     from compress.models.decoder import Decoder
     from compress.store import Store
     from compress.tensor import QuantizedTensor
 
+StoredBits = Callable[[QuantScheme | None, tuple[int, int]], int]
+"""(scheme or None for floating point, shape of a weight) -> bits that a file holds for it."""
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
 """``with progress("gptq", total) as advance: ... advance(1)``; the terminal draws it, a library call ignores it."""
@@ -36,7 +39,10 @@ class Block:
     may replace entries. ``inputs``: layer name -> statistics of that layer's input, where some pass reads them;
     layers that read the same input share one object. ``dense``: other tensors of the block by checkpoint name
     (norms, biases); a transform may replace entries and lists the names in ``changed``.
-    ``quantized``: what the quantiser of the run writes.
+    ``quantized``: what the quantiser of the run writes. For passes that read activations: ``entering``, the
+    hidden states [windows, length, hidden] that the quantised blocks before put out, and ``forward``, what
+    this block makes of some windows with given tensors (all of the block's, by checkpoint name), differentiable.
+    Both are None for the embedding and the head.
     """
 
     name: str
@@ -45,6 +51,8 @@ class Block:
     dense: dict[str, Tensor] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
+    entering: Activations | None = None
+    forward: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None
 
 
 @dataclass
@@ -65,6 +73,14 @@ class Session:
     plan: dict[str, QuantScheme] = field(default_factory=dict)
     seed: int = 0
     progress: Progress = no_progress
+    real: Tensor | None = None
+    """bool [samples, sequence_length]: False where a window is padded (on the right). None: every token is real."""
+    stored_bits: StoredBits = compact_bits
+    """Of a layer in the recipe's artifacts: the most that one of them takes."""
+
+    token_weights: dict[str, Tensor] = field(default_factory=dict)
+    """float32 [samples, sequence_length]: what each token counts in the statistics of an input. Names are those of the
+    first of the layers that read it, or of the module with a block's experts; without an entry all count the same."""
 
     def free_layers(self) -> Sequence[str]:
         """The layers whose scheme the passes may choose, in model order."""

@@ -6,6 +6,7 @@ A section refuses values with ValueError, one line an offender, each ``field: me
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
@@ -42,8 +43,9 @@ class CheckedSource(TextSource):
     USES: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "builtin": (),
         "text": ("path", "encoding"),
-        "jsonl": ("path", "column", "encoding"),
-        "hub": ("name", "split", "column", "config"),
+        "jsonl": ("path", "column", "encoding", "chat_template"),
+        "hub": ("name", "split", "column", "config", "chat_template"),
+        "self": (),
     }
     """Which fields each source reads."""
 
@@ -70,17 +72,30 @@ class CheckedSource(TextSource):
 
 @dataclass(frozen=True)
 class Calibration(CheckedSource):
-    """``samples`` windows of ``sequence_length`` tokens that the passes see."""
+    """``samples`` windows of ``sequence_length`` tokens that the passes see.
+
+    With ``packing`` documents are joined and cut into full windows; without, each window has one document, cut or
+    padded. ``temperature`` is for the text that the model writes itself.
+    """
 
     samples: int = 32
     sequence_length: int = 512
     seed: int = 0
+    packing: bool = True
+    temperature: float = 1.0
     precision: Literal["float32", "bfloat16"] = "float32"
     """What blocks multiply in while the calibration windows go through them."""
 
     def problems(self) -> list[str]:
         """Complaints, each ``field: message``."""
-        return super().problems() + _below(self, samples=1, sequence_length=1, seed=0)
+        lines = super().problems() + _below(self, samples=1, sequence_length=1, seed=0)
+        if not 0 < self.temperature < math.inf:
+            lines.append(f"temperature: must be above 0, got {self.temperature:g}")
+        elif self.source != "self" and self.temperature != 1:
+            lines.append(f"temperature: source '{self.source}' does not read it; sources that do: self")
+        if self.source == "self" and not self.packing:
+            lines.append("packing: what the model writes itself always fills its windows")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,10 @@ class Evaluate(CheckedSource):
     def problems(self) -> list[str]:
         """Complaints, each ``field: message``."""
         # One token has no next one to predict.
-        return super().problems() + _below(self, windows=1, sequence_length=2)
+        lines = super().problems() + _below(self, windows=1, sequence_length=2)
+        if self.source == "self":
+            lines.append("source: a model is judged on text that it did not write; builtin, text, jsonl or hub")
+        return lines
 
 
 @dataclass(frozen=True)

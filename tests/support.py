@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compress.models.topology import describe
-from compress.scheme import QuantScheme
+from compress.scheme import CODEBOOKS, QuantScheme
 from compress.session import CompressedModel
 from compress.store import Store
 from compress.tensor import QuantizedTensor, expand_groups
@@ -91,6 +91,13 @@ def naive_round(weight: Tensor, scheme: QuantScheme) -> QuantizedTensor:
     rows, columns = weight.shape
     width, groups = scheme.width(columns), scheme.groups(columns)
     padded = torch.nn.functional.pad(weight.float(), (0, groups * width - columns)).view(rows, groups, width)
+    if scheme.codebook is not None:
+        scale = padded.abs().amax(-1)
+        scale = torch.where(scale == 0, 1.0, scale).half().float()
+        distances = weight[..., None] / expand_groups(scale, scheme, columns)[..., None] - torch.tensor(
+            CODEBOOKS[scheme.codebook]
+        )
+        return QuantizedTensor(scheme, distances.abs().argmin(-1).to(torch.uint8), scale)
     if scheme.symmetric:
         scale = padded.abs().amax(-1) / scheme.midpoint
         scale = torch.where(scale == 0, 1.0, scale).half().float()

@@ -6,17 +6,19 @@ called with the blocks swapped for stand-ins that record what each block is give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto import AutoConfig
 
 from compress.activations import Activations, Spool
+from compress.errors import InputError
 from compress.models.checkpoint import Checkpoint, check_tensors
 from compress.models.layout import Place, fuse, places, unfused
 from compress.models.topology import DecoderSpec, describe, explain_config
@@ -78,6 +80,17 @@ class _Replay(nn.Module):
 
     def forward(self, hidden: Tensor, **arguments: Any) -> Tensor:
         return self._hidden
+
+
+def _finite(values: Tensor, what: str) -> Tensor:
+    """``values`` [samples, length, width]; InputError if a token has one that is not finite."""
+    bad = int((~torch.isfinite(values)).any(-1).sum())
+    if bad:
+        raise InputError(
+            f"{what} is not finite at {bad} of {values[..., 0].numel()} tokens: the model overflows float32",
+            fix="check the weights of that part, or take a checkpoint that computes finite numbers",
+        )
+    return values
 
 
 class Decoder:
@@ -161,6 +174,15 @@ class Decoder:
             module.to("meta")
 
     @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The model of transformers with all of its weights in memory while the context lasts."""
+        with ExitStack() as stack:
+            stack.enter_context(self._ends())
+            for index in range(self.spec.layers):
+                stack.enter_context(self.block(index))
+            yield self._model
+
+    @contextmanager
     def _ends(self) -> Iterator[None]:
         """Embedding, final norm and head in memory while the context lasts."""
         outside = self._outside()
@@ -210,7 +232,18 @@ class Decoder:
         finally:
             self._inner.layers = nn.ModuleList(self._blocks)
 
-    def run_block(self, index: int, module: nn.Module, hidden: Tensor) -> Tensor:
+    def run_block_with(self, index: int, tensors: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """:meth:`run_block` with ``tensors`` by checkpoint name, differentiable by them and by ``hidden``."""
+        module = self._blocks[index]
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        parameters = fuse(self._places[index], tensors, shapes)
+
+        def block(hidden: Tensor, **arguments: Any) -> Any:
+            return functional_call(module, parameters, (hidden,), arguments, strict=True)
+
+        return self.run_block(index, block, hidden)
+
+    def run_block(self, index: int, module: Callable[..., Any], hidden: Tensor) -> Tensor:
         """One block on hidden states [samples, length, hidden] of full windows; call :meth:`embed` first."""
         length, arguments = self._arguments
         if length != hidden.shape[1]:
@@ -235,7 +268,7 @@ class Decoder:
         lower = self._precision == "bfloat16"
         with torch.autocast("cpu", torch.bfloat16, enabled=lower):
             for here in pieces(hidden):
-                left = self.run_block(index, module, hidden[here])
+                left = _finite(self.run_block(index, module, hidden[here]), f"what leaves block {index}")
                 if leaving is not None:
                     leaving[here] = left
 
@@ -259,7 +292,7 @@ class Decoder:
 
             def logits(hidden: Tensor) -> Tensor:
                 out: Tensor = self._after_blocks(self._model, hidden).logits
-                return out
+                return _finite(out, "what leaves the head")
 
             yield logits
 

@@ -47,22 +47,23 @@ def places(family: Family, block: str, shapes: Mapping[str, Sequence[int]]) -> d
 def fuse(
     where: Mapping[str, Place], tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """The block's parameters from its tensors by checkpoint name; KeyError if one is missing.
+    """The block's parameters from its tensors by checkpoint name, differentiable; KeyError if one is missing.
 
     Tensors that :func:`unfused` made are put together without a copy.
     """
     fused: dict[str, Tensor] = {}
+    parts: dict[str, list[Tensor]] = {}
     shared = _shared_parameters(where, tensors, shapes)
     for name, place in where.items():
-        if not place.index:
-            fused[place.parameter] = tensors[name]
-        elif place.parameter in shared:
-            fused[place.parameter] = shared[place.parameter]
+        if place.parameter in shared:
+            continue
+        if place.index:
+            # In the order of :func:`places`, which is that of the rows.
+            parts.setdefault(place.parameter, []).append(tensors[name])
         else:
-            if place.parameter not in fused:
-                fused[place.parameter] = torch.empty(*shapes[place.parameter])
-            place.of(fused[place.parameter]).copy_(tensors[name])
-    return fused
+            fused[place.parameter] = tensors[name]
+    joined = {parameter: torch.cat(rows).view(*shapes[parameter]) for parameter, rows in parts.items()}
+    return fused | joined | shared
 
 
 def unfused(

@@ -78,7 +78,7 @@ class Awq:
             LayerRecord(
                 layer=layer,
                 scheme=str(session.plan[layer]),
-                bytes=session.plan[layer].stored_bits(session.shapes[layer]) // 8,
+                bytes=session.stored_bits(session.plan[layer], session.shapes[layer]) // 8,
                 tokens=block.inputs[layer].tokens,
                 output_error=error,
                 rounding_error=unscaled,
@@ -121,22 +121,23 @@ class _Search:
         from compress.grid import MAX_WEIGHT, output_error, round_to_nearest
 
         found = []
-        for weight, scheme, stats in zip(weights or self.weights, self.schemes, self.stats, strict=True):
+        wanted = zip(self.layers, weights or self.weights, self.schemes, self.stats, strict=True)
+        for layer, weight, scheme, stats in wanted:
             factor = torch.ones(weight.shape[1]) if scale is None else self.group.to_inputs(scale)
             scaled = weight * factor
             if scale is not None and float(scaled.abs().max()) > MAX_WEIGHT:
                 return [float("inf")] * len(self.layers)
-            rounded = round_to_nearest(scaled, scheme, stats.importance / factor.square())
+            rounded = round_to_nearest(scaled, scheme, stats.importance / factor.square(), layer=layer)
             found.append(output_error(weight, rounded.dequantize() / factor, stats.gram))
         return found
 
     def _input_sizes(self) -> Tensor:
-        """Root mean square of the inputs, for each channel; every token of every expert counts once."""
+        """Root mean square of the inputs, for each channel; every token of every expert counts."""
         import torch
 
         squares = torch.stack([stats.gram.diagonal() for stats in _distinct(self.stats)])
-        tokens = sum(stats.tokens for stats in _distinct(self.stats))
-        return (self.group.to_channels(squares.sum(0)) / max(tokens, 1)).sqrt()
+        mass = sum(stats.mass for stats in _distinct(self.stats))
+        return (self.group.to_channels(squares.sum(0)) / (mass or 1.0)).sqrt()
 
     def _weight_sizes(self) -> Tensor:
         """Mean size of the weights, each relative to the largest of its group, for each channel."""

@@ -2,13 +2,14 @@
 
 Columns are rounded one by one, and the error of each is made up for by the columns still to come. Here whole groups are
 ordered by importance (so that no file needs an index of columns), and each group's scales are searched on the weights
-as they are when its turn comes, weighing each column by what an error in it would really cost.
+as they are when its turn comes, weighing each column by what an error in it would really cost. A descent over codes and
+scales then takes what the one-way order left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from compress.tensor import QuantizedTensor
 
 COLUMNS_AT_ONCE = 128
+CHUNK = 256
 DAMPING_STEP, DAMPING_MAX = 10.0, 1.0
 TOKENS_PER_COLUMN = 2
 """An expert that fewer tokens reach is rounded: its Hessian tells more of those tokens than of the layer."""
@@ -35,14 +37,17 @@ TOKENS_PER_COLUMN = 2
 class Gptq:
     """Quantise with error feedback along the inputs.
 
-    ``scheme`` holds where no planner chose another. ``damping`` is added to the Hessian's diagonal, as a share of its
-    mean; where the factorisation still fails it is raised tenfold, up to 1, and the report says so. ``order`` takes
-    groups with large inputs first.
+    ``scheme`` holds where no planner chose another. The Hessian's diagonal grows by ``shrinkage``, as a share of
+    itself, since how inputs vary together depends on the text more than how large they are; and by ``damping``, as a
+    share of its mean. Where the factorisation still fails damping is raised tenfold, up to 1, and the report says so.
+    ``order`` takes groups with large inputs first. ``sweeps`` of coordinate descent follow; 0 leaves them out.
     """
 
     scheme: QuantScheme = QuantScheme(4, 32)
-    damping: float = 0.01
+    damping: float = 0.05
+    shrinkage: float = 0.2
     order: bool = True
+    sweeps: int = 4
 
     scope: ClassVar[Literal["block"]] = "block"
     reads: ClassVar[frozenset[Resource]] = frozenset({"weights", "inputs", "plan"})
@@ -51,6 +56,10 @@ class Gptq:
     def __post_init__(self) -> None:
         if not 0 <= self.damping <= DAMPING_MAX:
             raise ValueError(f"damping: {self.damping} is not between 0 and {DAMPING_MAX:g}")
+        if not 0 <= self.shrinkage < math.inf:
+            raise ValueError(f"shrinkage: {self.shrinkage} is not 0 or more")
+        if self.sweeps < 0:
+            raise ValueError(f"sweeps: {self.sweeps} is negative")
 
     def check(self, session: Session) -> Sequence[str]:
         """Plan ``scheme`` for every layer that nobody planned."""
@@ -78,7 +87,7 @@ class Gptq:
         records = []
         for layer in layers:
             block.quantized[layer] = round_to_nearest(block.weights[layer], scheme, layer=layer)
-            bytes_ = scheme.stored_bits(session.shapes[layer]) // 8
+            bytes_ = session.stored_bits(scheme, session.shapes[layer]) // 8
             records.append(LayerRecord(layer, str(scheme), bytes_))
         return records
 
@@ -96,34 +105,41 @@ class Gptq:
             if seen:
                 error = output_error(weight, chosen.dequantize(), stats.gram)
             block.quantized[layer] = chosen
-            bytes_ = scheme.stored_bits(session.shapes[layer]) // 8
+            bytes_ = session.stored_bits(scheme, session.shapes[layer]) // 8
             records.append(LayerRecord(layer, str(scheme), bytes_, stats.tokens, None, error, error, reason))
         return records
 
     def _solve(self, session: Session, block: Block, layers: list[str], scheme: QuantScheme) -> list[LayerRecord]:
         import torch
 
-        from compress.grid import output_error, round_to_nearest
+        from compress.descent import descend
+        from compress.grid import output_error, output_power, round_to_nearest
 
         stats = block.inputs[layers[0]]
-        factor, used = inverse_factor(stats, self.damping, layers)
+        groups = column_groups(stats.importance, scheme, self.order)
+        hessian, upper, used = factorise(stats, self.damping, self.shrinkage, torch.cat(groups), layers)
         rows = torch.cat([block.weights[layer] for layer in layers])
-        solved = quantize_with_feedback(rows, scheme, factor, stats.importance, self.order)
         plain = round_to_nearest(rows, scheme, stats.importance, layer=", ".join(layers))
+        solved = quantize_with_feedback(rows, scheme, upper, groups, stats.importance)
+        solved = descend(rows * (stats.importance > 0), solved, hessian, self.sweeps)
+        dead = int((stats.importance == 0).sum())
         records, start = [], 0
         for layer in layers:
             weight = block.weights[layer]
             here = slice(start, start + weight.shape[0])
             start = here.stop
             chosen, rounded = _rows(solved, here), _rows(plain, here)
-            error = output_error(weight, chosen.dequantize(), stats.gram)
-            rounding_error = output_error(weight, rounded.dequantize(), stats.gram)
+            power = output_power(weight, stats.gram)
+            error = output_error(weight, chosen.dequantize(), stats.gram, power)
+            rounding_error = output_error(weight, rounded.dequantize(), stats.gram, power)
             notes = [f"damping raised from {self.damping:g} to {used:g}"] if used != self.damping else []
+            if dead:
+                notes.append(f"{dead} inputs are always 0: their weights became 0")
             if not error <= rounding_error:
                 notes.append(f"plain rounding: GPTQ's error {error:.3g} was not below {rounding_error:.3g}")
                 chosen, error = rounded, rounding_error
             block.quantized[layer] = chosen
-            bytes_ = scheme.stored_bits(session.shapes[layer]) // 8
+            bytes_ = session.stored_bits(scheme, session.shapes[layer]) // 8
             fallback = "; ".join(notes) or None
             records.append(LayerRecord(layer, str(scheme), bytes_, stats.tokens, used, error, rounding_error, fallback))
         return records
@@ -141,63 +157,82 @@ def _rows(whole: QuantizedTensor, rows: slice) -> QuantizedTensor:
     return QuantizedTensor(whole.scheme, whole.codes[rows], whole.scale[rows], zero)
 
 
-def inverse_factor(stats: InputStats, damping: float, layers: Sequence[str]) -> tuple[Tensor, float]:
-    """(H + damping)^-1, float64 [in, in], and the damping it took. Inputs that were never non-zero are set apart.
+def factorise(
+    stats: InputStats, damping: float, shrinkage: float, order: Tensor, layers: Sequence[str]
+) -> tuple[Tensor, Tensor, float]:
+    """The shrunk and damped Hessian H, the factor U of its inverse, and the damping that it took.
+
+    H float32 [in, in]; U float32 [in, in], upper, in the columns' ``order`` (int64 [in]), with H^-1 = UT U. Inputs that
+    were never non-zero are set apart.
 
     Raises InputError when no damping up to 1 makes the Hessian positive definite, or damping 0 was asked for.
     """
     import torch
 
-    hessian = stats.hessian.to(torch.float64)
+    hessian = stats.hessian
     diagonal = hessian.diagonal()
     dead = diagonal == 0
-    mean = float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0
+    mean = float(diagonal[~dead].double().mean()) if bool((~dead).any()) else 1.0
     if not math.isfinite(mean):
         raise InputError(
             "the layer's inputs are not finite: no damping can mend that",
             where=", ".join(layers),
             fix="look for overflow in the layers before it",
         )
+    diagonal.mul_(1 + shrinkage)
     diagonal[dead] = mean
+    # With rows and columns from last to first, a lower factor of H is an upper one, and its inverse is U.
+    backwards = hessian[order.flip(0)][:, order.flip(0)].to(torch.float64)
     used = damping
     while True:
-        damped = hessian.clone()
+        damped = backwards.clone()
         damped.diagonal().add_(used * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         # A factor of a near-singular matrix may come out, and be useless: its smallest pivot says so.
         if not failed and float(lower.diagonal().min()) > 1e-7 * float(lower.diagonal().max()):
-            inverse: Tensor = torch.cholesky_inverse(lower)
-            return inverse, used
+            hessian.diagonal().add_(used * mean)
+            return hessian, inverse_of_upper(lower.flip(0, 1)).to(torch.float32), used
         if damping == 0 or used * DAMPING_STEP > DAMPING_MAX:
             raise InputError(
                 f"the Hessian is not positive definite with damping {used:g}: "
                 f"{stats.tokens} calibration tokens for {hessian.shape[0]} input columns",
                 where=", ".join(layers),
-                fix="give more calibration samples, or gptq: {damping: 0.01} or more",
+                fix="give more calibration samples, or gptq: {damping: 0.05} or more",
             )
         # Without the last digits' noise, since reports show it.
         used = float(f"{used * DAMPING_STEP:.12g}")
 
 
-def quantize_with_feedback(
-    weight: Tensor, scheme: QuantScheme, inverse: Tensor, importance: Tensor, order: bool
-) -> QuantizedTensor:
-    """GPTQ on ``weight`` float32 [out, in], given the inverse Hessian float64 [in, in] and mean squares [in].
+def inverse_of_upper(upper: Tensor) -> Tensor:
+    """Inverse of an upper triangular matrix, half by half: products of matrices where a solve would go by columns."""
+    import torch
 
-    The solve runs in permuted column order; what comes back is in the original order.
+    size = len(upper)
+    if size <= COLUMNS_AT_ONCE:
+        solved: Tensor = torch.linalg.solve_triangular(upper, torch.eye(size, dtype=upper.dtype), upper=True)
+        return solved
+    half = size // 2
+    inverse = torch.zeros_like(upper)
+    inverse[:half, :half] = inverse_of_upper(upper[:half, :half])
+    inverse[half:, half:] = inverse_of_upper(upper[half:, half:])
+    inverse[:half, half:] = -(inverse[:half, :half] @ upper[:half, half:]) @ inverse[half:, half:]
+    return inverse
+
+
+def quantize_with_feedback(
+    weight: Tensor, scheme: QuantScheme, upper: Tensor, groups: Sequence[Tensor], importance: Tensor
+) -> QuantizedTensor:
+    """GPTQ on ``weight`` float32 [out, in], in the order of ``groups`` of columns; columns of no importance become 0.
+
+    ``upper`` float32 [in, in], in that order: its rows spread a column's error over the later columns, and its diagonal
+    is the price of an error. What comes back is in the original order.
     """
     import torch
 
-    from compress.grid import Grid, assemble, fit_groups, one_thread
+    from compress.grid import Grid, assemble, fit_groups
 
-    columns = weight.shape[1]
-    groups = column_groups(importance, scheme, order)
-    permutation = torch.cat(groups)
-    inverse = inverse[permutation][:, permutation]
-    # Rows of the upper factor spread a column's error over the later columns; its diagonal is the price of an error.
-    upper = torch.linalg.cholesky(inverse, upper=True).to(torch.float32)
+    permutation = torch.cat(list(groups))
     price = upper.diagonal().square().reciprocal()
-    price = price * (importance[permutation] > 0)
     # Column-major: each step touches one contiguous column.
     work = weight.T[permutation].contiguous()
     work[importance[permutation] == 0] = 0
@@ -205,21 +240,34 @@ def quantize_with_feedback(
     scale = torch.empty(weight.shape[0], len(groups))
     zero = torch.empty_like(scale)
     start = 0
-    for group in groups:
-        stop = start + len(group)
-        grid = fit_groups(work[start:stop].T[:, None, :].contiguous(), scheme, price[None, start:stop])
-        # A group keeps its place in the file, wherever the order put it in the solve.
-        place = int(group[0]) // scheme.width(columns)
-        scale[:, place], zero[:, place] = grid.scale[:, 0], grid.zero[:, 0]
-        for left in range(start, stop, COLUMNS_AT_ONCE):
-            right = min(left + COLUMNS_AT_ONCE, stop)
-            with one_thread():
-                errors = _round_columns(work, codes, upper, left, right, grid, scheme)
-            work[right:].addmm_(upper[left:right, right:].T, errors, alpha=-1)
-        start = stop
+    for chunk in _chunks(groups):
+        end = start + sum(map(len, chunk))
+        errors = torch.empty(end - start, weight.shape[0])
+        left = start
+        for group in chunk:
+            stop = left + len(group)
+            grid = fit_groups(work[left:stop].T[:, None, :], scheme, price[None, left:stop])
+            # A group keeps its place in the file, wherever the order put it in the solve.
+            place = int(group[0]) // scheme.width(weight.shape[1])
+            scale[:, place], zero[:, place] = grid.scale[:, 0], grid.zero[:, 0]
+            while left < stop:
+                right = min(left + COLUMNS_AT_ONCE, stop)
+                found = _round_columns(work, codes, upper, left, right, grid, scheme)
+                work[right:end].addmm_(upper[left:right, right:end].T, found, alpha=-1)
+                errors[left - start : right - start] = found
+                left = right
+        work[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
+        start = end
     original = torch.empty_like(codes)
     original[permutation] = codes
     return assemble(original.T.contiguous(), Grid(scale, zero), scheme)
+
+
+def _chunks(groups: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Runs of groups of up to CHUNK columns, or of one larger group: then the columns after them hear of the errors."""
+    together = max(1, CHUNK // max(map(len, groups)))
+    for first in range(0, len(groups), together):
+        yield groups[first : first + together]
 
 
 def _round_columns(
@@ -228,17 +276,20 @@ def _round_columns(
     """Round columns ``left..right`` in turn, each error fed to those after it; the scaled errors [columns, out]."""
     import torch
 
+    from compress.grid import nearest_codes, one_thread, values_of
+
     scale, zero = grid.scale[:, 0], grid.zero[:, 0]
     errors = torch.empty(right - left, work.shape[1])
     diagonal = upper.diagonal()[left:right].tolist()
-    for step, column in enumerate(range(left, right)):
-        current = work[column]
-        code = torch.round(current / scale + zero).clamp_(0, scheme.levels - 1)
-        codes[column] = code
-        error = code.sub(zero).mul_(scale).neg_().add_(current).div_(diagonal[step])
-        errors[step] = error
-        if column + 1 < right:
-            work[column + 1 : right].addr_(upper[column, column + 1 : right], error, alpha=-1)
+    with one_thread():
+        for step, column in enumerate(range(left, right)):
+            current = work[column]
+            code = nearest_codes(current, scale, zero, scheme)
+            codes[column] = code
+            error = values_of(code, scale, zero, scheme).neg_().add_(current).div_(diagonal[step])
+            errors[step] = error
+            if column + 1 < right:
+                work[column + 1 : right].addr_(upper[column, column + 1 : right], error, alpha=-1)
     return errors
 
 

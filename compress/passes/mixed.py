@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.protocols import Resource
@@ -22,13 +24,10 @@ from compress.scheme import QuantScheme
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from compress.models.decoder import Decoder, States
     from compress.session import Session
 
-FLOAT_BITS = 32
-"""What a layer left in floating point counts for: the widest that an artifact stores."""
 GAP = 1e-6
 """Share of the loss by which the solver may miss the best plan."""
 ROOM_SCALE = 1e6
@@ -38,8 +37,9 @@ ROOM_SCALE = 1e6
 class Mixed:
     """Choose one of ``choices`` for each layer, so that the average stays at or under ``target_bits``.
 
-    The average is over the linear layers of the decoder blocks (the embedding and the head are pinned apart): codes,
-    fp16 scales and packed zero points, pinned layers with the bits of their scheme, layers in floating point with 32.
+    The average is over the linear layers of the decoder blocks (the embedding and the head are pinned apart): what the
+    recipe's artifacts hold for them, codes, scales and zero points, those pinned or left in floating point too. Of
+    several artifacts the one counts that takes most for a layer.
     ``samples`` calibration windows are used to measure sensitivity.
     """
 
@@ -65,8 +65,8 @@ class Mixed:
             return ["mixed: the recipe fixes every linear layer: there is nothing to choose"]
         # A first, cheapest plan: exporters check it before any work.
         for layer in layers:
-            session.plan[layer] = min(self.choices, key=lambda c: c.stored_bits(session.shapes[layer]))
-        least = fixed + sum(session.plan[layer].stored_bits(session.shapes[layer]) for layer in layers)
+            session.plan[layer] = min(self.choices, key=partial(_bits, session, layer))
+        least = fixed + sum(_bits(session, layer, session.plan[layer]) for layer in layers)
         if least <= self._budget(weights):
             return []
         # Rounded up: the number in the message must itself be reachable.
@@ -90,7 +90,7 @@ class Mixed:
         layers = self._free(session)
         loss = self._sensitivity(session, layers)
         fixed, weights = self._fixed_bits(session)
-        bits = [[choice.stored_bits(session.shapes[layer]) for choice in self.choices] for layer in layers]
+        bits = [[_bits(session, layer, choice) for choice in self.choices] for layer in layers]
         picked = solve([loss[layer] for layer in layers], bits, self._budget(weights) - fixed)
         for layer, choice in zip(layers, picked, strict=True):
             session.plan[layer] = self.choices[choice]
@@ -134,8 +134,7 @@ class Mixed:
             rows, columns = session.shapes[layer]
             weights += rows * columns
             if layer in session.pinned:
-                scheme = session.pinned[layer]
-                fixed += rows * columns * FLOAT_BITS if scheme is None else scheme.stored_bits((rows, columns))
+                fixed += _bits(session, layer, session.pinned[layer])
         return fixed, weights
 
     def _sensitivity(self, session: Session, layers: Sequence[str]) -> dict[str, list[float]]:
@@ -149,6 +148,10 @@ class Mixed:
                 error = round_to_nearest(weight, choice, layer=name).dequantize() - weight
                 loss[name].append(0.5 * float((fisher * error.square()).sum()))
         return {layer: loss[layer] for layer in layers}
+
+
+def _bits(session: Session, layer: str, scheme: QuantScheme | None) -> int:
+    return session.stored_bits(scheme, session.shapes[layer])
 
 
 def solve(loss: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], budget: int) -> list[int]:
@@ -214,49 +217,29 @@ def _milp(cost: NDArray[Any], size: NDArray[Any], room: int, allowed: NDArray[An
 def fisher_information(session: Session, samples: int, wanted: set[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(layer, weight, diagonal Fisher information per token), float32 [out, in], last block first.
 
-    One sweep forward keeps each block's inputs; one sweep back turns them into weight gradients, window by window,
-    since the information of a window is the square of its whole gradient. One block is in memory at a time.
+    The information of a window is the square of its whole gradient.
     """
-    decoder, tokens = session.decoder, session.tokens[:samples]
-    layers = decoder.spec.layers
-    with session.progress("sensitivity", 2 * layers) as advance:
-        entering = [decoder.room(tokens)]
-        decoder.embed_into(tokens, entering[0])
-        for index in range(layers):
-            entering.append(decoder.room(tokens))
-            with decoder.block(index) as module:
-                decoder.run_block_into(index, module, entering[-2], entering[-1])
-            advance(1)
-        gradient = entering.pop()
-        head_gradient(session, gradient, gradient)
-        for index in reversed(range(layers)):
-            inputs = entering.pop()
-            with decoder.block(index) as module:
-                # The experts of a block are parts of one parameter.
-                places = {
-                    layer: decoder.place(index, layer) for layer in decoder.spec.block_linears(index) if layer in wanted
-                }
-                names = dict.fromkeys(place.parameter for place in places.values())
-                weights = {name: module.get_parameter(name).requires_grad_(True) for name in names}
-                fisher = _squared_gradients(decoder, index, module, weights, inputs, gradient)
-                inputs.close()
-                for layer, place in places.items():
-                    yield layer, place.of(weights[place.parameter].detach()), place.of(fisher[place.parameter])
-            advance(1)
-        gradient.close()
+    from compress.gradients import sweep_back
+
+    decoder = session.decoder
+    real = session.tokens[:samples].numel() if session.real is None else int(session.real[:samples].sum())
+    for index, module, back in sweep_back(session, samples, "sensitivity"):
+        # The experts of a block are parts of one parameter.
+        places = {layer: decoder.place(index, layer) for layer in decoder.spec.block_linears(index) if layer in wanted}
+        names = dict.fromkeys(place.parameter for place in places.values())
+        weights = {name: module.get_parameter(name).requires_grad_(True) for name in names}
+        with _squared_gradients(weights, real) as fisher:
+            back()
+        for layer, place in places.items():
+            yield layer, place.of(weights[place.parameter].detach()), place.of(fisher[place.parameter])
 
 
-def _squared_gradients(
-    decoder: Decoder, index: int, module: nn.Module, weights: Mapping[str, Tensor], inputs: States, gradient: States
-) -> dict[str, Tensor]:
-    """Mean over tokens of the square of each window's gradient by each of ``weights``, float32 of its shape.
-
-    ``gradient`` [windows, length, hidden], by the block's outputs, becomes that by its ``inputs``.
-    """
+@contextmanager
+def _squared_gradients(weights: Mapping[str, Tensor], tokens: int) -> Iterator[dict[str, Tensor]]:
+    """What goes back while the context lasts: squared gradients by each of ``weights``, summed, over ``tokens``."""
     import torch
 
     fisher = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    tokens = inputs.shape[0] * inputs.shape[1]
 
     def square(name: str) -> Callable[[Tensor], None]:
         def take(weight: Tensor) -> None:
@@ -268,30 +251,8 @@ def _squared_gradients(
         return take
 
     handles = [weight.register_post_accumulate_grad_hook(square(name)) for name, weight in weights.items()]  # type: ignore[no-untyped-call]
-    for window in range(len(inputs)):
-        here = slice(window, window + 1)
-        entered = inputs[here].requires_grad_(True)
-        torch.autograd.backward(decoder.run_block(index, module, entered), gradient[here])
-        assert entered.grad is not None
-        gradient[here] = entered.grad
-    for handle in handles:
-        handle.remove()
-    return fisher
-
-
-def head_gradient(session: Session, hidden: States, gradient: States) -> None:
-    """Gradient of -log p(drawn tokens) by the last block's outputs ``hidden`` [windows, length, hidden].
-
-    Written to ``gradient``, which may be ``hidden`` itself. Tokens are drawn with the seed.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(session.seed)
-    with session.decoder.head() as head:
-        for window in range(len(hidden)):
-            here = slice(window, window + 1)
-            leaving = hidden[here].detach().requires_grad_(True)
-            log_p = torch.log_softmax(head(leaving)[0], -1)
-            drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
-            loss = -log_p.gather(1, drawn).sum()
-            (gradient[here],) = torch.autograd.grad(loss, [leaving])
+    try:
+        yield fisher
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -43,6 +43,6 @@ class Rtn:
             if (scheme := session.plan.get(layer)) is None:
                 continue
             block.quantized[layer] = round_to_nearest(weight, scheme, search=self.search, layer=layer)
-            bytes_ = scheme.stored_bits(session.shapes[layer]) // 8
+            bytes_ = session.stored_bits(scheme, session.shapes[layer]) // 8
             records.append(LayerRecord(layer, str(scheme), bytes_))
         return records

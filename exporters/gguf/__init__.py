@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from compress.errors import InputError, nearest
 from compress.protocols import Artifact, StoredTensor
 from compress.scheme import QuantScheme
-from exporters.gguf.storage import FLOATS, complaint
+from exporters.gguf.storage import FLOATS, complaint, stored_bits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +61,14 @@ class GgufExporter:
         from exporters.gguf.tokenizer import check_tokenizer
 
         return check_tokenizer(folder, vocab_size)
+
+    def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
+        """None: llama.cpp rounds the inputs of every quantised layer to 8 bits."""
+        return []
+
+    def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
+        """Bits of a linear layer in the file: whole blocks, a scale in each."""
+        return stored_bits(scheme, shape, self.float_type)
 
     def write(self, model: CompressedModel, out: Path) -> Artifact:
         """Write ``model.gguf`` into the empty folder ``out``; OSError (disk full, ...) passes through."""

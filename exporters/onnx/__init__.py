@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from compress.protocols import Artifact, StoredTensor
-from exporters.onnx.limits import INT8_ACTIVATIONS, complaints, tokenizer_remarks
+from exporters.onnx.limits import INT8_ACTIVATIONS, complaints, plan_remarks, stored_bits, tokenizer_remarks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +28,8 @@ class OnnxExporter:
     """Writes ``model.onnx``, its data file, ``genai_config.json`` and the tokenizer.
 
     ``accuracy_level`` is set on every MatMulNBits node: 4 rounds activations to 8 bits (W4A8), 0 keeps them in fp32
-    (2- and 8-bit weights are then some 30 times slower). ValueError for anything else.
+    (2- and 8-bit weights are then some 30 times slower). ValueError for anything else. Layers in nf4 become
+    MatMulBnb4 nodes, whose activations are always fp32.
     """
 
     accuracy_level: int = INT8_ACTIVATIONS
@@ -52,6 +53,14 @@ class OnnxExporter:
     def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
         """Remarks about a tokenizer that a runtime could not use; its files are copied as they are."""
         return tokenizer_remarks(folder, vocab_size)
+
+    def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
+        """Which layers have no 8-bit activations."""
+        return plan_remarks(plan)
+
+    def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
+        """Bits of a linear layer in the file: padded codes, fp16 scales, packed zero points."""
+        return stored_bits(scheme, shape)
 
     def write(self, model: CompressedModel, out: Path) -> Artifact:
         """Write the artifact into the empty folder ``out``, one layer in memory at a time; OSError passes through."""

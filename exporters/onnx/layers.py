@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compress.session import CompressedModel
-from exporters.onnx.layout import to_blocks
+from exporters.onnx.layout import to_blocks, to_codebook_blocks
 from exporters.onnx.writer import FLOAT, MICROSOFT, GraphWriter
+
+_QUANT_TYPES = {"nf4": 1}
+"""Codebook -> ``quant_type`` of MatMulBnb4."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,10 @@ class LayerWriter:
         """``value @ weight.T + bias``, as ``output`` or under the layer's name."""
         output = output or layer
         bias = self._bias(layer)
-        if layer in self._model.schemes:
+        scheme = self._model.schemes.get(layer)
+        if scheme is not None and scheme.codebook is not None:
+            return self._matmul_bnb4(layer, value, output, bias)
+        if scheme is not None:
             return self._matmul_nbits(self._store(layer), layer, value, output, bias)
         weight = self._writer.tensor(f"{layer}.weight", self._model.weight(layer).numpy().T)
         return self._matmul(layer, [value, weight], output, bias)
@@ -81,10 +87,30 @@ class LayerWriter:
         return self._writer.tensor(name, self._model.dense(name).float().numpy())
 
     def _matmul(self, layer: str, inputs: list[str], output: str, bias: str | None) -> str:
-        if bias is None:
-            return self._writer.node("MatMul", inputs, layer, [output])
-        product = self._writer.node("MatMul", inputs, layer, [f"{layer}.product"])
+        product = self._writer.node("MatMul", inputs, layer, [output if bias is None else f"{layer}.product"])
+        return product if bias is None else self._add_bias(layer, product, bias, output)
+
+    def _add_bias(self, layer: str, product: str, bias: str, output: str) -> str:
         return self._writer.node("Add", [product, bias], f"{layer}.biased", [output])
+
+    def _matmul_bnb4(self, layer: str, value: str, output: str, bias: str | None) -> str:
+        """For a codebook. The operator has no bias, and nothing that rounds its input to 8 bits."""
+        weight = self._model.quantized(layer)
+        packed = to_codebook_blocks(layer, weight)
+        codes = self._writer.tensor(f"{layer}.codes", packed.codes)
+        half = self._writer.tensor(f"{layer}.scales", packed.scales)
+        product = self._writer.node(
+            "MatMulBnb4",
+            [value, codes, self._writer.node("Cast", [half], f"{layer}.scales.fp32", to=FLOAT)],
+            layer,
+            [output if bias is None else f"{layer}.product"],
+            domain=MICROSOFT,
+            K=weight.shape[1],
+            N=weight.shape[0],
+            block_size=packed.block,
+            quant_type=_QUANT_TYPES[str(weight.scheme.codebook)],
+        )
+        return product if bias is None else self._add_bias(layer, product, bias, output)
 
     def _matmul_nbits(self, stored: _Stored, layer: str, value: str, output: str, bias: str | None) -> str:
         inputs = [value, self._in_blocks(stored, layer), stored.scales]

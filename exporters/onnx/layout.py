@@ -1,6 +1,6 @@
 """A quantised layer as MatMulNBits stores it: blocks of packed codes, fp16 scales, zero points packed per row.
 
-Source: the operator schemas of MatMulNBits and GatherBlockQuantized in ONNX Runtime's ContribOperators.md.
+Source: the operator schemas of MatMulNBits, GatherBlockQuantized and MatMulBnb4 in ONNX Runtime's ContribOperators.md.
 """
 
 from __future__ import annotations
@@ -42,15 +42,31 @@ def to_blocks(layer: str, weight: QuantizedTensor) -> BlockLayout:
     # A group may span several blocks: which group does each block belong to?
     group = np.arange(blocks) * block // weight.scheme.width(columns)
 
-    scales = weight.scale.numpy()[:, group]
-    with np.errstate(over="ignore"):
-        stored = scales.astype(np.float16)
-    wrong = int((stored.astype(np.float32) != scales).sum())
-    if wrong:
-        raise CompressError(f"{wrong} of {scales.size} scales are not fp16 numbers", where=layer)
-
+    stored = _half(layer, weight.scale.numpy()[:, group])
     codes = np.zeros((rows, blocks * block), dtype=np.uint8)
     codes[:, :columns] = weight.codes.numpy()
     packed = pack_bits(codes.reshape(rows, blocks, block), bits)
     zero_points = None if weight.zero is None else pack_bits(weight.zero.numpy()[:, group], bits)
     return BlockLayout(block, packed, stored, zero_points)
+
+
+def to_codebook_blocks(layer: str, weight: QuantizedTensor) -> BlockLayout:
+    """Pack ``weight`` for MatMulBnb4: row after row, two codes a byte, the first in the high half.
+
+    ``codes`` uint8 [out * in / 2], ``scales`` float16 [out * in / block]. CompressError as for :func:`to_blocks`.
+    """
+    columns = weight.shape[1]
+    block = block_size(weight.scheme, columns)
+    group = np.arange(columns // block) * block // weight.scheme.width(columns)
+    pairs = weight.codes.numpy().reshape(-1, 2)
+    packed = pairs[:, 0] << np.uint8(4) | pairs[:, 1]
+    return BlockLayout(block, packed, _half(layer, weight.scale.numpy()[:, group]).reshape(-1), None)
+
+
+def _half(layer: str, scales: NDArray[np.float32]) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        stored = scales.astype(np.float16)
+    wrong = int((stored.astype(np.float32) != scales).sum())
+    if wrong:
+        raise CompressError(f"{wrong} of {scales.size} scales are not fp16 numbers", where=layer)
+    return stored

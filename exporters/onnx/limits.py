@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from compress.scheme import QuantScheme
+from compress.scheme import QuantScheme, compact_bits
 
 if TYPE_CHECKING:
     from compress.models.topology import DecoderSpec
@@ -18,6 +19,8 @@ MIN_BLOCK = 16
 INT8_ACTIVATIONS = 4
 """``accuracy_level`` of MatMulNBits that rounds the activations to 8 bits; 0 leaves them in fp32."""
 
+_CODEBOOK_BLOCKS = (256, 128, 64, 32, 16)
+"""What MatMulBnb4 takes. Its blocks run on from row to row: only blocks that divide the width keep rows apart."""
 _CHANNEL_BLOCKS = (256, 128, 64, 32)
 _MAX_BLOCK_2BIT = 128
 """Above it (and below 32) the 2-bit kernel with 8-bit activations does not exist: fp32 runs instead, silently."""
@@ -36,9 +39,16 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 def block_size(scheme: QuantScheme, columns: int) -> int:
     """Inputs that share one stored scale in MatMulNBits and GatherBlockQuantized.
 
-    It is the group size, with two exceptions that store the same numbers by repeating a scale over several blocks:
-    one group per row becomes the block that needs the fewest bytes, and a 2-bit group never exceeds 128.
+    It is the group size, with exceptions that store the same numbers by repeating a scale over several blocks: one
+    group per row becomes the block that needs the fewest bytes, and a 2-bit group never exceeds 128. A codebook's
+    (MatMulBnb4) is the largest block that divides group and width; ValueError where none does.
     """
+    if scheme.codebook is not None:
+        divided = math.gcd(columns, min(scheme.width(columns), columns))
+        found = next((block for block in _CODEBOOK_BLOCKS if divided % block == 0), None)
+        if found is None:
+            raise ValueError(f"no block of MatMulBnb4 divides groups of {scheme} in rows of {columns}")
+        return found
     if scheme.group_size is None:
         candidates = [block for block in _CHANNEL_BLOCKS if scheme.bits > 2 or block <= _MAX_BLOCK_2BIT]
         return min(candidates, key=lambda block: row_bytes(scheme, columns, block))
@@ -52,16 +62,50 @@ def row_bytes(scheme: QuantScheme, columns: int, block: int) -> int:
     return blocks * block * scheme.bits // 8 + 2 * blocks + zero_points
 
 
-def layer_complaint(scheme: QuantScheme, accuracy_level: int) -> str | None:
-    """Why MatMulNBits cannot hold this scheme and what would do, or None."""
+def layer_complaint(scheme: QuantScheme, columns: int, accuracy_level: int, gathered: bool = False) -> str | None:
+    """Why the file cannot hold a layer by this scheme and what would do, or None; ``gathered`` is an embedding."""
+    if scheme.codebook is not None:
+        return _codebook_complaint(scheme, columns, gathered)
     group = scheme.group_size
     if scheme.bits not in BITS:
-        return f"MatMulNBits stores {', '.join(map(str, BITS[:-1]))} or {BITS[-1]} bits; use int4 or int2"
+        group_text = "channel" if group is None else f"g{group}"
+        return (
+            f"MatMulNBits stores {', '.join(map(str, BITS[:-1]))} or {BITS[-1]} bits, and {scheme.bits} bits in cells "
+            f"of 4 would take as much as 4; use int4-{group_text}, or int2"
+        )
     if group is not None and (group < MIN_BLOCK or group & (group - 1)):
-        return f"MatMulNBits needs a group that is a power of two >= {MIN_BLOCK}"
+        return f"MatMulNBits needs a group that is a power of two >= {MIN_BLOCK}; use g32"
     if scheme.bits == 2 and group == MIN_BLOCK and accuracy_level == INT8_ACTIVATIONS:
         return "there is no 2-bit kernel with 8-bit activations for groups of 16; use int2-g32, or accuracy_level: 0"
     return None
+
+
+def _codebook_complaint(scheme: QuantScheme, columns: int, gathered: bool) -> str | None:
+    if gathered:
+        return f"no operator gathers rows of an embedding in {scheme.codebook}; use int8-g32 or int4-g32"
+    try:
+        block_size(scheme, columns)
+    except ValueError:
+        smallest = _CODEBOOK_BLOCKS[-1]
+        return f"MatMulBnb4 needs groups and a width of a multiple of {smallest}; use int4-g32, or float"
+    return None
+
+
+def stored_bits(scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
+    """Bits of a linear layer in the file; of a scheme that cannot be held, what a compact file holds."""
+    if scheme is None or layer_complaint(scheme, shape[1], accuracy_level=0) is not None:
+        return compact_bits(scheme, shape)
+    return 8 * shape[0] * row_bytes(scheme, shape[1], block_size(scheme, shape[1]))
+
+
+def plan_remarks(plan: Mapping[str, QuantScheme]) -> list[str]:
+    """What a user of a file with such layers should know."""
+    found = sorted({scheme.codebook for scheme in plan.values() if scheme.codebook is not None})
+    return [
+        f"layers in {codebook} run through MatMulBnb4: their inputs stay in fp32, and each use decodes the weights "
+        "again, which is several times slower than int4"
+        for codebook in found
+    ]
 
 
 def tokenizer_remarks(folder: Path, vocab_size: int) -> list[str]:
@@ -102,8 +146,8 @@ def complaints(
             f"known: {', '.join(STATIC_ROPE)}"
         )
     for layer, scheme in plan.items():
-        reason = layer_complaint(scheme, accuracy_level)
+        rows, columns = shapes[layer]
+        reason = layer_complaint(scheme, columns, accuracy_level, gathered=layer == spec.family.embedding)
         if reason is not None:
-            rows, columns = shapes[layer]
             found.append(f"{layer} ({rows} x {columns}): {scheme}: {reason}")
     return found

@@ -15,17 +15,19 @@ from numpy.typing import NDArray
 from onnx import external_data_helper, helper, numpy_helper
 
 from compress.protocols import StoredTensor
-from compress.scheme import QuantScheme
+from compress.scheme import CODEBOOKS, QuantScheme
 
 _WEIGHT_INPUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "MatMulNBits": {"codes": 1, "scales": 2, "zero_points": 3},
+        "MatMulBnb4": {"codes": 1, "scales": 2},
         "GatherBlockQuantized": {"codes": 0, "scales": 2, "zero_points": 3},
         "MatMul": {"weight": 1},
         "Gather": {"weight": 0},
     }
 )
 """Operators that hold a layer's weight, and the input where each part of it lies."""
+_NF4_QUANT_TYPE = 1
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class _Graph:
             stored: NDArray[np.float32] = self.array(layer.tensors["weight"])
             return stored.T if layer.transposed else stored
         rows, columns = layer.shape
+        if layer.scheme.codebook is not None:
+            return self._codebook_weight(layer, layer.scheme)
         bits, block = layer.scheme.bits, layer.scheme.width(columns)
         scales = self.array(layer.tensors["scales"]).astype(np.float32)
         blocks = scales.shape[1]
@@ -82,19 +86,33 @@ class _Graph:
         centred = codes.reshape(rows, blocks, block) - zero_points[:, :, None]
         return (centred * scales[:, :, None]).reshape(rows, -1)[:, :columns]
 
+    def _codebook_weight(self, layer: _Layer, scheme: QuantScheme) -> NDArray[np.float32]:
+        """float32 [out, in]: bytes hold two codes, high half first; blocks run through all rows."""
+        halves = self.array(layer.tensors["codes"])
+        codes = np.column_stack([halves >> 4, halves & 15])
+        values = np.array(CODEBOOKS[str(scheme.codebook)], dtype=np.float32)[codes]
+        scales = self.array(layer.tensors["scales"]).astype(np.float32)
+        scaled: NDArray[np.float32] = values.reshape(len(scales), -1) * scales[:, None]
+        return scaled.reshape(layer.shape)
+
     def _layer(self, node: Any) -> _Layer | None:
         """The layer whose weight this node stores, or None: a tied head computes with another layer's tensors."""
         places = _WEIGHT_INPUTS.get(node.op_type, {})
         given = {role: node.input[at] for role, at in places.items() if at < len(node.input) and node.input[at]}
         tensors = {role: self._source(value) for role, value in given.items()}
         main = self.tensors.get(next(iter(tensors.values()), ""))
+        attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        if node.op_type == "MatMulBnb4" and main is not None:
+            if attributes["quant_type"] != _NF4_QUANT_TYPE:
+                return None
+            scheme = QuantScheme(4, attributes["block_size"], codebook="nf4")
+            return _Layer(node.name, (attributes["N"], attributes["K"]), scheme, False, tensors)
         if main is None or len(main.dims) < 2:
             return None
         transposed = node.op_type == "MatMul"
         if "weight" in tensors:
             rows, columns = reversed(main.dims) if transposed else main.dims
             return _Layer(node.name, (rows, columns), None, transposed, tensors)
-        attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
         bits, block = attributes["bits"], attributes["block_size"]
         padded = math.prod(main.dims[1:]) * 8 // bits
         scheme = QuantScheme(bits, block, symmetric="zero_points" not in tensors)

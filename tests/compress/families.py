@@ -149,16 +149,25 @@ class Compressed:
 
 
 def compressed(
-    folder: Path, workdir: Path, passes: Sequence[Any], tokens: Tensor, spool: Spool | None = None
+    folder: Path,
+    workdir: Path,
+    passes: Sequence[Any],
+    tokens: Tensor,
+    real: Tensor | None = None,
+    spool: Spool | None = None,
 ) -> Compressed:
-    """Run ``passes`` (planners first) over the checkpoint in ``folder``; embedding and head get 8 bits."""
+    """Run ``passes`` (planners first) over the checkpoint in ``folder``; embedding and head get 8 bits.
+
+    ``real``: False where ``tokens`` are padding.
+    """
     checkpoint = open_checkpoint(folder)
     spec = describe(checkpoint.config)
     shapes, store = layer_shapes(checkpoint, spec), Store(workdir)
     names = tuple(checkpoint.files)
     model = CompressedModel(checkpoint.config, folder, "tiny", spec.tied, shapes, store, checkpoint.tensor, names)
     ends = dict.fromkeys(spec.ends, INT8_G32)
-    session = Session(Decoder(checkpoint, model.parameter, spool), tokens, store, shapes, dict(ends), dict(ends))
+    decoder = Decoder(checkpoint, model.parameter, spool)
+    session = Session(decoder, tokens, store, shapes, dict(ends), dict(ends), real=real)
     assert [text for step in passes for text in step.check(session)] == []
     for step in passes:
         if step.scope == "model":

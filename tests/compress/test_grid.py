@@ -24,7 +24,16 @@ from compress.tensor import expand_groups
 from tests.reference.grid import has_significant_bits, least_error
 from tests.support import naive_round
 
-SCHEMES = ("int2-g32", "int3-g32", "int4-g32", "int8-g32", "int2-g32-asym", "int3-g32-asym", "int4-g32-asym")
+SCHEMES = (
+    "int2-g32",
+    "int3-g32",
+    "int4-g32",
+    "int8-g32",
+    "int2-g32-asym",
+    "int3-g32-asym",
+    "int4-g32-asym",
+    "nf4-g32",
+)
 
 
 def parse(text: str) -> QuantScheme:
@@ -56,7 +65,7 @@ def test_the_search_is_never_worse_than_min_max(text: str, columns: int) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["int2-g16", "int2-g32-asym", "int3-g32", "int3-g16-asym", "int4-g32", "int4-g32-asym"]
+    "text", ["int2-g16", "int2-g32-asym", "int3-g32", "int3-g16-asym", "int4-g32", "int4-g32-asym", "nf4-g32"]
 )
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_search_comes_near_the_best_grid_there_is(text: str, weighted: bool) -> None:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from compress.grid import round_to_nearest
 from compress.models.checkpoint import open_checkpoint
 from compress.models.decoder import Decoder
-from compress.passes.mixed import FLOAT_BITS, Mixed, fisher_information, solve
+from compress.passes.mixed import Mixed, fisher_information, solve
 from compress.report import PassRecord
-from compress.scheme import INT8_G32, QuantScheme
+from compress.scheme import FLOAT_BITS, INT8_G32, QuantScheme
 from compress.session import Session
 from compress.store import Store
 from tests.reference.mixed import INFINITY, best_plan, fisher

@@ -183,7 +183,7 @@ def test_a_file_goes_before_a_bundled_name_and_a_folder_does_not(
 
 
 def test_missing_recipe_suggests_bundled_ones() -> None:
-    with pytest.raises(InputError, match=r"did you mean 'mixed_4_8'\?(.|\n)*bundled recipe: awq_4, gptq_4,"):
+    with pytest.raises(InputError, match=r"did you mean 'mixed_4_8'\?(.|\n)*bundled recipe: autoround_4, awq_4,"):
         recipe.load("recipes/mixed48.yaml", lookup)
 
 

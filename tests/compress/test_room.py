@@ -50,4 +50,4 @@ def test_memory_does_not_grow_with_calibration_windows_beyond_the_limit(
 ) -> None:
     monkeypatch.setattr(room, "IN_MEMORY_BYTES", 1000)
     assert needed(recipe(bench, MIXED, 4))[0] == needed(recipe(bench, MIXED, 12))[0]
-    assert needed(recipe(bench, "[rtn]"))[0] < needed(recipe(bench, "[gptq]"))[0] < needed(recipe(bench, MIXED))[0]
+    assert needed(recipe(bench, "[rtn]"))[0] < needed(recipe(bench, "[gptq]"))[0] <= needed(recipe(bench, MIXED))[0]

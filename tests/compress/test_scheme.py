@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import struct
+from statistics import NormalDist
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.scheme import QuantScheme
+from compress.scheme import CODEBOOKS, QuantScheme
 
-schemes = st.builds(
-    QuantScheme, st.sampled_from([2, 3, 4, 8]), st.one_of(st.none(), st.integers(1, 4096)), st.booleans()
+groups = st.one_of(st.none(), st.integers(1, 4096))
+schemes = st.one_of(
+    st.builds(QuantScheme, st.sampled_from([2, 3, 4, 8]), groups, st.booleans()),
+    st.builds(QuantScheme, st.just(4), groups, codebook=st.just("nf4")),
 )
 
 
@@ -26,6 +31,8 @@ def test_what_is_written_is_read_back(scheme: QuantScheme) -> None:
         ("int2-g64-asym", QuantScheme(2, 64, symmetric=False)),
         ("int8-channel", QuantScheme(8, None)),
         ("int3-channel-asym", QuantScheme(3, None, symmetric=False)),
+        ("nf4-g64", QuantScheme(4, 64, codebook="nf4")),
+        ("nf4-channel", QuantScheme(4, None, codebook="nf4")),
     ],
 )
 def test_reads(text: str, expected: QuantScheme) -> None:
@@ -39,6 +46,10 @@ def test_reads(text: str, expected: QuantScheme) -> None:
         ("int0-g32", "0 bits"),
         ("int4-g0", "group size must be at least 1"),
         ("int4", "is not a scheme"),
+        ("nf4", "is not a scheme"),
+        ("nf3-g64", "is not a scheme"),
+        ("nf4-g0", "one group per row is written nf4-channel"),
+        ("nf4-g64-asym", "nf4 has no zero points; write nf4-g64"),
         ("int4-g-1", "is not a scheme"),
         ("int4-g32-sym", "is not a scheme"),
         ("INT4-G32", "is not a scheme"),
@@ -77,6 +88,7 @@ def test_groups_of_a_row(text: str, columns: int, width: int, groups: int) -> No
         ("int4-g32", (10, 200), 10 * (200 * 4 + 7 * 16)),
         ("int8-channel", (3, 50), 3 * (50 * 8 + 16)),
         ("int2-g64-asym", (1, 64), 64 * 2 + 18),
+        ("nf4-g64", (10, 200), 10 * (200 * 4 + 4 * 16)),
     ],
 )
 def test_stored_bits_count_codes_scales_and_zero_points(text: str, shape: tuple[int, int], bits: int) -> None:
@@ -86,3 +98,16 @@ def test_stored_bits_count_codes_scales_and_zero_points(text: str, shape: tuple[
 @pytest.mark.parametrize(("bits", "levels", "midpoint"), [(2, 4, 2), (3, 8, 4), (4, 16, 8), (8, 256, 128)])
 def test_levels(bits: int, levels: int, midpoint: int) -> None:
     assert (QuantScheme(bits, 32).levels, QuantScheme(bits, 32).midpoint) == (levels, midpoint)
+
+
+def test_the_codebook_is_that_of_the_paper() -> None:
+    """QLoRA, appendix E; sec. 3: quantiles of N(0, 1) with an exact zero, 8 codes on one side and 9 on the other."""
+    codes = CODEBOOKS["nf4"]
+    quantile = NormalDist().inv_cdf
+    edge = 0.9677083  # (1 - 1/30 + 1 - 1/32) / 2, the paper's offset
+    positive = [quantile(edge + step * (0.5 - edge) / 8) for step in range(8)]
+    negative = [-quantile(edge + step * (0.5 - edge) / 7) for step in range(7)]
+    expected = sorted([*positive, *negative, 0.0])
+    largest = max(expected)
+    assert [value / largest for value in expected] == pytest.approx(codes, abs=1e-6)
+    assert all(struct.unpack("f", struct.pack("f", value))[0] == value for value in codes)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from compress.scheme import QuantScheme
+from compress.scheme import CODEBOOKS, QuantScheme
 from compress.tensor import QuantizedTensor, expand_groups
 
 
@@ -47,3 +48,15 @@ def test_dequantising_leaves_the_parts_alone() -> None:
 def test_groups_repeat_along_the_row_and_the_last_is_cut() -> None:
     expanded = expand_groups(torch.tensor([[1.0, 2.0, 3.0]]), QuantScheme(4, 2), 5)
     assert expanded.tolist() == [[1.0, 1.0, 2.0, 2.0, 3.0]]
+
+
+@pytest.mark.parametrize("text", ["nf4-g32", "nf4-channel"])
+@pytest.mark.parametrize("columns", [96, 200])
+def test_a_codebooks_weight_is_one_float32_product(text: str, columns: int) -> None:
+    quantized = random_tensor(text, 5, columns)
+    width, decoded = quantized.scheme.width(columns), quantized.dequantize()
+    for row in range(5):
+        for column in range(columns):
+            value = np.float32(CODEBOOKS["nf4"][int(quantized.codes[row, column])])
+            scale = np.float32(quantized.scale[row, column // width])
+            assert float(decoded[row, column]) == float(value * scale)

@@ -218,10 +218,11 @@ def check(plan: dict[str, str], level: int = 4, **overrides: Any) -> list[str]:
 
 def test_check_names_each_layer_that_cannot_be_stored() -> None:
     plan = {"a.q": "int4-g32", "a.down": "int4-g48", "a.up": "int3-g32", "a.k": "int4-g8", "a.o": "int8-channel"}
-    power = "MatMulNBits needs a group that is a power of two >= 16"
+    power = "MatMulNBits needs a group that is a power of two >= 16; use g32"
     assert check(plan) == [
         f"a.down (96 x 200): int4-g48: {power}",
-        "a.up (96 x 200): int3-g32: MatMulNBits stores 2, 4 or 8 bits; use int4 or int2",
+        "a.up (96 x 200): int3-g32: MatMulNBits stores 2, 4 or 8 bits, and 3 bits in cells of 4 would take as much "
+        "as 4; use int4-g32, or int2",
         f"a.k (96 x 200): int4-g8: {power}",
     ]
 
@@ -304,3 +305,43 @@ def test_genai_generates_what_the_runtime_generates(tmp_path: Path, tied: bool, 
         expected.append(int(runtime.decode(expected[-1]).argmax()))
     assert found == expected
     assert len(set(found)) > 1
+
+
+LIMIT = 64_000
+"""Bytes: in the place of protobuf's 2 GB (optimum #300). Weights of any size must stay out of the graph."""
+
+
+def test_no_weight_is_in_the_file_that_protobuf_limits(tmp_path: Path) -> None:
+    large = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512}
+    sizes = []
+    for name, settings in (("small", {}), ("large", large)):
+        model = rounded_model(tiny_llama(tmp_path / name, **settings), tmp_path / f"{name}-work", ends=None)
+        artifact = export(model, tmp_path / f"{name}-out")
+        sizes.append((artifact.path / artifact.entry).stat().st_size)
+        inline = [tensor for tensor in graph_of(artifact).initializer if not tensor.external_data]
+        assert max(len(tensor.raw_data) for tensor in inline) <= 1024
+        stored = sum(file.stat().st_size for file in artifact.path.glob("model.onnx*"))
+        assert sizes[-1] < LIMIT
+        assert stored > (3 if name == "small" else 40) * LIMIT
+    assert abs(sizes[1] - sizes[0]) < 4000
+
+
+def test_a_moved_folder_runs_from_another_working_directory(tmp_path: Path) -> None:
+    model = rounded_model(tiny_llama(tmp_path / "m"), tmp_path / "w", ends=None)
+    artifact = export(model, tmp_path / "out")
+    tokens = np.arange(12)
+    runtime = OrtRuntime()
+    runtime.load(artifact.path / artifact.entry, 1, 16)
+    expected = runtime.prefill(tokens)
+    runtime.close()
+    moved, elsewhere = tmp_path / "moved" / "here", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    moved.parent.mkdir()
+    artifact.path.rename(moved)
+    code = (
+        "import sys; from pathlib import Path; import numpy as np; from compress.runner.ort import OrtRuntime\n"
+        "runtime = OrtRuntime(); runtime.load(Path(sys.argv[1]), 1, 16)\n"
+        "np.save('logits.npy', runtime.prefill(np.arange(12)))"
+    )
+    subprocess.run([sys.executable, "-c", code, "../moved/here/model.onnx"], cwd=elsewhere, check=True)
+    np.testing.assert_array_equal(np.load(elsewhere / "logits.npy"), expected)

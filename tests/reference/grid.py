@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.scheme import QuantScheme
+from compress.scheme import CODEBOOKS, QuantScheme
 
 
 def fp16_numbers(low: float, high: float) -> Tensor:
@@ -25,6 +25,9 @@ def has_significant_bits(value: float, bits: int) -> bool:
 
 def storable_scales(scheme: QuantScheme, largest: float) -> Tensor:
     """Scales worth trying for weights up to ``largest``: fp16; asymmetric ones with 7 significant bits."""
+    if scheme.codebook is not None:
+        scales = fp16_numbers(0.5 * largest, 1.3 * largest)
+        return torch.cat([scales, -scales])
     span = largest / (scheme.midpoint if scheme.symmetric else scheme.levels - 1)
     scales = fp16_numbers(0.25 * span, 2.5 * span)
     if scheme.symmetric:
@@ -38,8 +41,14 @@ def least_error(group: Tensor, scheme: QuantScheme, importance: Tensor | None = 
     scales = storable_scales(
         scheme, float(group.max() - group.min()) if not scheme.symmetric else float(group.abs().max())
     )
-    zeros = [scheme.midpoint] if scheme.symmetric else range(scheme.levels)
     best = float("inf")
+    if scheme.codebook is not None:
+        for scale in scales:
+            # Every code's error for every weight, the least of each.
+            error = (torch.tensor(CODEBOOKS[scheme.codebook])[:, None] * scale - group).square().amin(0) * weight
+            best = min(best, float(error.sum()))
+        return best
+    zeros = [scheme.midpoint] if scheme.symmetric else range(scheme.levels)
     for zero in zeros:
         codes = torch.round(group / scales[:, None] + zero).clamp(0, scheme.levels - 1)
         error = (((codes - zero) * scales[:, None] - group).square() * weight).sum(-1)

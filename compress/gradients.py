@@ -1,0 +1,77 @@
+"""Gradients of the model's own loss, block by block from the last: one sweep forward, one back, a block in memory.
+
+The loss is -log p of tokens drawn from the model's predictions, so that squared gradients are the Fisher information
+(Kunstner et al. 2019, "Limitations of the empirical Fisher approximation", sec. 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from compress.models.decoder import Decoder, States
+    from compress.session import Session
+
+Back = Callable[[], None]
+
+
+def sweep_back(session: Session, samples: int, label: str) -> Iterator[tuple[int, nn.Module, Back]]:
+    """(index, block, what takes the loss gradient back through it), last block first, on the first ``samples`` windows.
+
+    Call the third before going on: it runs the block forward and back, window by window, so gradients reach whatever
+    was set to require them, or hooked, in the block. Padding has no loss, and no token before it looks at it: its
+    gradients are zero. ``label`` is what the progress bar says.
+    """
+    decoder, tokens = session.decoder, session.tokens[:samples]
+    layers = decoder.spec.layers
+    with session.progress(label, 2 * layers) as advance:
+        entering = [decoder.room(tokens)]
+        decoder.embed_into(tokens, entering[0])
+        for index in range(layers):
+            entering.append(decoder.room(tokens))
+            with decoder.block(index) as module:
+                decoder.run_block_into(index, module, entering[-2], entering[-1])
+            advance(1)
+        gradient = entering.pop()
+        _head_gradient(session, gradient)
+        for index in reversed(range(layers)):
+            inputs = entering.pop()
+            with decoder.block(index) as module:
+                yield index, module, partial(_back, decoder, index, module, inputs, gradient)
+            inputs.close()
+            advance(1)
+        gradient.close()
+
+
+def _back(decoder: Decoder, index: int, module: nn.Module, inputs: States, gradient: States) -> None:
+    """``gradient`` [windows, length, hidden], by the block's outputs, becomes that by its ``inputs``."""
+    for window in range(len(inputs)):
+        here = slice(window, window + 1)
+        entered = inputs[here].requires_grad_(True)
+        torch.autograd.backward(decoder.run_block(index, module, entered), gradient[here])
+        assert entered.grad is not None
+        gradient[here] = entered.grad
+
+
+def _head_gradient(session: Session, hidden: States) -> None:
+    """The last block's outputs ``hidden`` [windows, length, hidden] become the loss gradient by them.
+
+    Tokens are drawn with the seed.
+    """
+    generator = torch.Generator().manual_seed(session.seed)
+    with session.decoder.head() as head:
+        for window in range(len(hidden)):
+            here = slice(window, window + 1)
+            leaving = hidden[here].detach().requires_grad_(True)
+            log_p = torch.log_softmax(head(leaving)[0], -1)
+            if session.real is not None:
+                log_p = log_p[session.real[window]]
+            drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+            loss = -log_p.gather(1, drawn).sum()
+            (hidden[here],) = torch.autograd.grad(loss, [leaving])

@@ -1,0 +1,46 @@
+"""The quality benchmark on a tiny model: real runs, kept results, a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import quality
+from tests.compress.runs import sentences
+from tests.support import tiny_llama
+
+
+def test_runs_what_is_not_done_and_prints_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama(tmp_path / "model")
+    for number, name in enumerate(("calibration", "evaluation")):
+        (tmp_path / name).write_text(sentences(number, 1500), encoding="utf-8")
+    command = ["quality.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
+    command += ["--calibration", str(tmp_path / "calibration"), "--evaluation", str(tmp_path / "evaluation")]
+    command += ["--samples", "4", "--windows", "3", "--length", "32"]
+    runs = ["ours rtn int8-g32", "ours rotate,guided,gptq int3-g32"]
+    for asked in (runs[:1], runs):
+        monkeypatch.setattr("sys.argv", [*command, *(part for run in asked for part in ("--run", run))])
+        quality.main()
+    printed = capsys.readouterr()
+    results = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [f"{r['who']} {r['method']} {r['scheme']}" for r in results] == runs
+    assert printed.err.count('"kld"') == 2
+    assert 0 < results[0]["kld"] < 1e-3 < results[1]["kld"]
+    assert all(r["cpu_s"] > 0 and r["error"] >= 0 for r in results)
+    assert "| int8-g32 | ours | rtn |" in printed.out
+    assert "| int3-g32 | ours | rotate,guided,gptq |" in printed.out
+
+
+def test_a_peer_without_an_environment_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(tmp_path / "model")
+    (tmp_path / "text").write_text(sentences(1, 1500), encoding="utf-8")
+    texts = ["--calibration", str(tmp_path / "text"), "--evaluation", str(tmp_path / "text")]
+    sizes = ["--samples", "1", "--windows", "2", "--length", "16", "--out", str(tmp_path / "out")]
+    run = ["--run", "llm-compressor gptq int4-g32"]
+    monkeypatch.setattr("sys.argv", ["quality.py", "--model", str(model), *texts, *sizes, *run])
+    with pytest.raises(SystemExit, match="give --peer llm-compressor=PYTHON"):
+        quality.main()
