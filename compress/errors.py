@@ -34,6 +34,10 @@ class InputError(CompressError):
     title = "input error"
 
 
+class FullDiskError(InputError):
+    """There is no room to write: what was finished is worth keeping."""
+
+
 class GateError(CompressError):
     """The run finished, and a gate of the recipe is not met. Exit code 3."""
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from compress.errors import InputError
+from compress.errors import FullDiskError, InputError, ParityError
 from compress.journal import Journal, sha256_of, steps_done, sync
 from compress.lock import LOCK, held, refuse_if_held
 from compress.units import size
@@ -105,8 +105,8 @@ def workspace(
     """A folder beside ``out``, whose result takes that name when the context ends well.
 
     When not, what the journal has is kept for another run with ``resume``, and a note on the exception says so; where
-    it has nothing, the folder vanishes. Where ``out`` is a link, what it points to is replaced. A disk that is full
-    becomes an InputError with the path and ``needed_bytes``.
+    it has nothing, or the run would fail again, the folder vanishes. Where ``out`` is a link, what it points to is
+    replaced. A disk that is full becomes a FullDiskError with the path and ``needed_bytes``.
     """
     check_free(out, overwrite, resume)
     place = out.resolve()
@@ -126,7 +126,9 @@ def workspace(
                 check_free(out, overwrite, resume=True, mine=True)
                 _replace(partial / RESULT, place)
             except BaseException as error:
-                _clear(partial, keep_state=True)
+                # What failed for the user's input or for a wrong artifact would fail again.
+                hopeless = isinstance(error, (InputError, ParityError)) and not isinstance(error, FullDiskError)
+                _clear(partial, keep_state=not hopeless)
                 if steps := steps_done(partial / STATE):
                     error.add_note(f"{steps} finished steps are kept in {partial}: go on with --resume")
                 raise
@@ -178,7 +180,7 @@ def explain_full_disk(out: Path, needed_bytes: int) -> Iterator[None]:
         reason = _full(error)
         if reason is None:
             raise
-        raise InputError(
+        raise FullDiskError(
             f"{reason}: about {size(needed_bytes)} needed, {size(free)} were free; it is as it was before",
             where=str(out),
             fix="free some space, raise the limit, or choose another --out",

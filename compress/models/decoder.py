@@ -203,15 +203,9 @@ class Decoder:
         """Room for the hidden states of ``tokens`` [windows, length], in memory or in a file."""
         return self._spool.room((tokens.shape[0], tokens.shape[1], self.spec.hidden_size))
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Hidden states [samples, length, hidden] that enter the first block, for int64 tokens [samples, length]."""
-        hidden = torch.empty(*tokens.shape, self.spec.hidden_size)
-        self.embed_into(tokens, hidden)
-        return hidden
-
     @torch.no_grad()
     def embed_into(self, tokens: Tensor, hidden: States) -> None:
-        """:meth:`embed`, written to ``hidden`` a few windows at a time."""
+        """Write what enters the first block, for int64 tokens [windows, length], to ``hidden``, in pieces."""
         recorders = [_Recorder(block) for block in self._blocks]
         with self._ends(), self._swapped(recorders):
             # With no block in between, the inner model would apply its final norm: take what the recorder saw.
@@ -244,24 +238,18 @@ class Decoder:
         return self.run_block(index, block, hidden)
 
     def run_block(self, index: int, module: Callable[..., Any], hidden: Tensor) -> Tensor:
-        """One block on hidden states [samples, length, hidden] of full windows; call :meth:`embed` first."""
+        """One block on hidden states [samples, length, hidden] of full windows; call :meth:`embed_into` first."""
         length, arguments = self._arguments
         if length != hidden.shape[1]:
-            raise ValueError(f"embed() was called for windows of {length} tokens, not {hidden.shape[1]}")
+            raise ValueError(f"embed_into() was called for windows of {length} tokens, not {hidden.shape[1]}")
         # Masks and rotary tables have one row and broadcast over the batch: every window is full.
         out = module(hidden, **arguments[index])
         leaving: Tensor = out[0] if isinstance(out, tuple) else out
         return leaving
 
-    def run_block_on_all(self, index: int, module: nn.Module, hidden: Tensor) -> Tensor:
-        """:meth:`run_block` over many windows, a few at a time, without gradients."""
-        leaving = torch.empty_like(hidden)
-        self.run_block_into(index, module, hidden, leaving)
-        return leaving
-
     @torch.no_grad()
     def run_block_into(self, index: int, module: nn.Module, hidden: States, leaving: States | None) -> None:
-        """:meth:`run_block_on_all`, written to ``leaving`` a few windows at a time; that may be ``hidden`` itself.
+        """:meth:`run_block` without gradients, a few windows at a time, to ``leaving``, which may be ``hidden`` itself.
 
         None: what leaves is not wanted, only what hooks on ``module`` see.
         """

