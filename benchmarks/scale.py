@@ -218,31 +218,28 @@ def _phase(found: dict[str, Any]) -> Phase:
     return Phase(**{**found, "parts": [_phase(part) for part in found["parts"]]})
 
 
-def show(found: dict[int, list[Phase]], options: argparse.Namespace) -> None:
-    """The table, and what follows from it for the whole model."""
-    print(f"\n{options.passes}; {options.samples} x {options.length} tokens; {options.threads} threads\n")
-    print("| blocks | step | seconds | CPU seconds | peak memory, GB |\n|---|---|---|---|---|")
-    for blocks, phases in found.items():
-        for phase in phases:
-            print(f"| {blocks} | {phase.name} | {_row(phase)} |")
-    print("\n| blocks | block | seconds | CPU seconds | peak memory, GB |\n|---|---|---|---|---|")
-    for blocks, phases in found.items():
-        walk = next(phase for phase in phases if phase.name == "compressing blocks")
-        # The first part is the embedding, then the blocks, then the head.
-        embedding, *inner = walk.parts[: blocks + 1]
-        print(f"| {blocks} | embedding | {_row(embedding)} |")
-        for number, part in enumerate(inner, 1):
-            print(f"| {blocks} | {number} | {_row(part)} |")
-        print(f"| {blocks} | head | {_row(walk.parts[blocks + 1])} |")
-    seconds, cpu = (sum(getattr(part, name) for part in inner) / blocks for name in ("seconds", "cpu_seconds"))
+def show(blocks: int, phases: Sequence[Phase]) -> Sequence[Phase]:
+    """One depth's steps and blocks; the parts of its walk: the embedding, the blocks, the head."""
+    walk = next(phase for phase in phases if phase.name == "compressing blocks").parts[: blocks + 2]
+    print(f"\n{blocks} blocks\n\n| step | seconds | CPU seconds | peak memory, GB |\n|---|---|---|---|")
+    for phase in phases:
+        print(f"| {phase.name} | {_row(phase)} |")
+    names = ["embedding", *(f"block {number}" for number in range(1, blocks + 1)), "head"]
+    print("\n| part | seconds | CPU seconds | peak memory, GB |\n|---|---|---|---|")
+    for name, part in zip(names, walk, strict=True):
+        print(f"| {name} | {_row(part)} |", flush=True)
+    return walk
+
+
+def project(walk: Sequence[Phase], threads: int) -> None:
+    """What the parts of a walk mean for the whole model."""
+    embedding, *blocks, head = walk
+    seconds, cpu = (sum(getattr(part, name) for part in blocks) / len(blocks) for name in ("seconds", "cpu_seconds"))
     per_weight = 1e9 * cpu / BLOCK_WEIGHTS
     print(f"\na block of {BLOCK_WEIGHTS / 1e6:.0f} million weights: {cpu:.0f} CPU s, {per_weight:.0f} ns a weight")
-    ends = [embedding, walk.parts[blocks + 1]]
-    wall = LAYERS * seconds + sum(part.seconds for part in ends)
-    least = (LAYERS * cpu + sum(part.cpu_seconds for part in ends)) / options.threads
-    print(
-        f"all {LAYERS} blocks and both ends: {wall / 60:.0f} minutes at this load, {least / 60:.0f} with the CPUs alone"
-    )
+    wall = LAYERS * seconds + embedding.seconds + head.seconds
+    least = (LAYERS * cpu + embedding.cpu_seconds + head.cpu_seconds) / threads
+    print(f"all {LAYERS} blocks and both ends: {wall / 60:.0f} minutes as here, {least / 60:.0f} with the CPUs alone")
 
 
 def _row(phase: Phase) -> str:
@@ -278,8 +275,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"$ {' '.join(['python', *sys.argv])}\n{machine()}")
     whole = options.folder.resolve() / "llama-7b-random"
     write_checkpoint(whole)
-    found = {blocks: measure(shallow(whole, blocks), options) for blocks in options.blocks or [2, 4]}
-    show(found, options)
+    print(f"{options.passes}; {options.samples} x {options.length} tokens; {options.threads} threads")
+    for blocks in options.blocks or [2, 4]:
+        walk = show(blocks, measure(shallow(whole, blocks), options))
+    project(walk, options.threads)
 
 
 if __name__ == "__main__":

@@ -118,17 +118,19 @@ def workspace(
             check_free(out, overwrite, resume, mine=True)
             _clear(partial, keep_state=resume and steps_done(partial / STATE) > 0)
             journal = Journal(partial / STATE, fingerprint)
+            finished = False
             try:
                 with explain_full_disk(out, needed_bytes):
                     yield _folders(partial, journal)
                     _sync_files(partial / RESULT)
+                finished = True
                 # Hours may have passed: another run may have taken the name.
                 check_free(out, overwrite, resume=True, mine=True)
                 _replace(partial / RESULT, place)
             except BaseException as error:
                 # What failed for the user's input or for a wrong artifact would fail again.
-                hopeless = isinstance(error, (InputError, ParityError)) and not isinstance(error, FullDiskError)
-                _clear(partial, keep_state=not hopeless)
+                again = isinstance(error, (InputError, ParityError)) and not isinstance(error, FullDiskError)
+                _clear(partial, keep_state=finished or not again)
                 if steps := steps_done(partial / STATE):
                     error.add_note(f"{steps} finished steps are kept in {partial}: go on with --resume")
                 raise

@@ -124,6 +124,29 @@ def test_a_run_that_took_the_name_meanwhile_is_not_replaced(tmp_path: Path) -> N
     assert hidden(tmp_path) == []
 
 
+def test_finished_steps_outlive_a_name_that_was_taken_and_no_input_that_would_fail_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    finish(tmp_path / "other", "faster")
+
+    def end_with(act: Callable[[], object], resume: bool = False) -> None:
+        with workspace.workspace(out, resume, 1, resume=resume) as work:
+            if not resume:
+                work.journal.add("block 0", {})
+            act()
+
+    with pytest.raises(InputError, match="holds an earlier run") as caught:
+        end_with(lambda: (tmp_path / "other").rename(out))
+    assert caught.value.__notes__ == [f"1 finished steps are kept in {workspace.partial_of(out)}: go on with --resume"]
+    assert workspace.interrupted(out) == 1
+    with pytest.raises(InputError, match="cannot write"):
+        end_with(lambda: fail("cannot write"), resume=True)
+    assert hidden(tmp_path) == []
+
+
+def fail(what: str) -> None:
+    raise InputError(what)
+
+
 def test_a_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk/run")
