@@ -175,7 +175,7 @@ def solve(loss: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], budget
     room = spare
     while (total := float(cost[rows, best].sum())) > 0 and room >= 0:
         # What costs more than the best so far is out; the rest, scaled to it, is within the solver's precision.
-        found = _milp(cost / total, size, room, (cost <= total) & (size <= room))
+        found = _milp(np.minimum(cost, total) / total, size, room, (cost <= total) & (size <= room))
         if found is None:
             break
         excess = int(size[rows, found].sum()) - spare

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from compress.grid import round_to_nearest
@@ -78,6 +78,7 @@ def instances(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], int]
 
 @settings(deadline=None, max_examples=150)
 @given(instances())
+@example(([[1.0, 1.0, 5e-324, 0.0], [0.0] * 4, [0.0] * 4], [[1, 1, 1, 2], [1] * 4, [1] * 4], 3))  # 1 / 5e-324 is inf
 def test_the_solver_finds_what_trying_everything_finds(
     instance: tuple[list[list[float]], list[list[int]], int],
 ) -> None:
