@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.grid import codes_of, fit_groups, split_groups
+from compress.grid import fit_groups, split_groups
+from compress.levels import codes_of
 from compress.passes.autoround import Autoround, distance
 from compress.passes.awq import Awq
 from compress.passes.rtn import Rtn

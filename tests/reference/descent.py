@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.grid import nearest_codes, usable_scale, values_of
+from compress.levels import nearest_codes, usable_scale, values_of
 from compress.tensor import QuantizedTensor
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.grid import Grid, assemble, fit_groups
+from compress.grid import fit_groups
+from compress.levels import Grid, assemble
 from compress.scheme import QuantScheme
 from compress.tensor import QuantizedTensor
 
