@@ -1,8 +1,7 @@
 """Grids of ggml's block types: scales with a minimum, and scales of two levels, whole multiples of an fp16 number.
 
-First each group on its own gets the scale and minimum, any real numbers, that come closest over many ranges of codes,
-each judged as if refitted (weighted least squares). Then a super-block's ``d`` and ``dmin`` are searched around the
-largest of its scales and minima, rounded to fp16, and all scales and minima to multiples of them. In turn each group
+Each group on its own has got a scale and a minimum (:mod:`compress.freegrid`). A super-block's ``d`` and ``dmin`` are
+searched around the largest of them, rounded to fp16, and all scales and minima to their multiples. In turn each group
 tries the multiples next to its own, and ``d`` and ``dmin`` are refitted to the whole numbers and codes; what comes out
 best, computed as files hold it, is kept.
 """
@@ -15,103 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.levels import (
-    FP16_MAX,
-    Grid,
-    constant_zero,
-    half,
-    nearest_codes,
-    usable_scale,
-    values_of,
-    whole_minima,
-    whole_scales,
-)
+from compress.freegrid import FLAT, Groups, free_grid, widest_grid
+from compress.levels import Grid, half, usable_scale, whole_minima, whole_scales
 from compress.scheme import SUPER_BLOCK, BlockType, QuantScheme
 
-LEAST_WEIGHT = 1e-6
-"""Of a column, relative to the mean: even columns that do not count keep the fits well-posed."""
-FLAT = 1e-5
-"""Share below which the spread of a group's codes is too small to fit a scale and a minimum to."""
-TRIED = {2: (0.50, 1.05, 6), 3: (0.50, 1.05, 20), 4: (0.75, 1.03, 8), 5: (0.80, 1.03, 10), 6: (0.80, 1.03, 20)}
-"""Bits -> the least, the greatest and the number of multiples of the min/max scale that the search tries; with minima,
-of either end of the range, each with each."""
 SHARED = {4: (0.70, 1.15, 10), 6: (0.90, 1.06, 5), 8: (0.98, 1.02, 3)}
 """Bits of a scale -> the least, the greatest and the number of multiples of ``d`` (and of ``dmin``) that are tried."""
+REACH = {4: 1, 6: 4, 8: 16}
+"""Bits of a scale -> how many multiples on either side are tried: the error is jagged where there are many codes."""
 ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """Of each group, weighted: sums of units, of their squares, and of units times weights."""
-
-    units: Tensor
-    squares: Tensor
-    along: Tensor
-
-
-class _Groups:
-    """``groups`` float32 [rows, groups, width] and what their columns count, [groups, width]."""
-
-    def __init__(self, groups: Tensor, scheme: QuantScheme, weight: Tensor | None) -> None:
-        self.groups, self.scheme = groups, scheme
-        self.weight = _positive(torch.ones(groups.shape[1:]) if weight is None else weight)
-        self.total = self.weight.sum(-1)
-        self.sum = (groups * self.weight).sum(-1)
-        self.zero = torch.full(groups.shape[:-1], constant_zero(scheme))
-
-    def codes(self, scale: Tensor, minimum: Tensor) -> Tensor:
-        """The nearest codes on a grid [rows, groups]."""
-        return nearest_codes(self.groups, scale[..., None], self._offset(minimum)[..., None], self.scheme)
-
-    def error(self, scale: Tensor, minimum: Tensor) -> Tensor:
-        """Weighted squared error [rows, groups] of the nearest codes; infinite beyond fp16."""
-        values = values_of(self.codes(scale, minimum), scale[..., None], self._offset(minimum)[..., None], self.scheme)
-        error = values.sub_(self.groups).square_().mul_(self.weight).sum(-1)
-        return torch.where((scale.abs() <= FP16_MAX) & (minimum.abs() <= FP16_MAX), error, torch.inf)
-
-    def sums(self, codes: Tensor) -> _Sums:
-        """Of units: codes, counted from the midpoint where there are no minima."""
-        units = codes if self.scheme.has_minima else codes - self.scheme.midpoint
-        weighted = units * self.weight
-        return _Sums(weighted.sum(-1), (weighted * units).sum(-1), (weighted * self.groups).sum(-1))
-
-    def fitted(self, sums: _Sums, tried: Tensor) -> tuple[Tensor, Tensor]:
-        """The scale and minimum that come closest with given codes; ``tried`` where they say nothing of a scale."""
-        if not self.scheme.has_minima:
-            return torch.where(sums.squares > 0, sums.along / sums.squares, tried), torch.zeros_like(tried)
-        spread = self.total * sums.squares - sums.units.square()
-        scale = (self.total * sums.along - sums.units * self.sum) / spread
-        scale = torch.where((spread > FLAT * self.total * sums.squares) & (scale > 0), scale, tried)
-        minimum = self.minimum(sums, scale)
-        if self.scheme.two_level is not None:
-            # Whole numbers of minima have no sign: without one, the scale is fitted alone.
-            alone = sums.along / sums.squares
-            scale = torch.where((minimum > 0) | ~(alone > 0), scale, alone)
-        return scale, minimum
-
-    def minimum(self, sums: _Sums, scale: Tensor) -> Tensor:
-        """The best minimum for given codes and scale."""
-        if not self.scheme.has_minima:
-            return torch.zeros_like(scale)
-        minimum = (scale * sums.units - self.sum) / self.total
-        return minimum if self.scheme.two_level is None else minimum.clamp(min=0)
-
-    def gain(self, sums: _Sums, scale: Tensor, minimum: Tensor) -> Tensor:
-        """By how much a grid's squared error, codes given, is below that of zeros."""
-        scaled = scale * sums.units
-        return scale * (2 * sums.along - scale * sums.squares) - minimum * (
-            minimum * self.total + 2 * self.sum - 2 * scaled
-        )
-
-    def _offset(self, minimum: Tensor) -> Tensor:
-        return minimum if self.scheme.has_minima else self.zero
-
-
-def _positive(weight: Tensor) -> Tensor:
-    """``weight``, but not negative, relative to its mean, and nowhere 0; ones if it is 0 everywhere."""
-    weight = weight.clamp(min=0)
-    mean = weight.mean()
-    return weight / mean + LEAST_WEIGHT if float(mean) > 0 else torch.ones_like(weight)
 
 
 def fit_blocks(groups: Tensor, scheme: QuantScheme, weight: Tensor | None, search: bool) -> Grid:
@@ -119,10 +30,10 @@ def fit_blocks(groups: Tensor, scheme: QuantScheme, weight: Tensor | None, searc
 
     Two levels need whole super-blocks.
     """
-    work = _Groups(groups, scheme, weight)
-    starts = [_widest(groups, scheme)]
+    work = Groups(groups, scheme, weight)
+    starts = [widest_grid(groups, scheme)]
     if search:
-        starts.append(_free(work))
+        starts.append(free_grid(work))
     if (blocks := scheme.two_level) is None:
         return _one_level(work, starts)
     return _SuperBlocks(work, blocks).fit(starts, search)
@@ -133,89 +44,47 @@ def refit_blocks(group: Tensor, scheme: QuantScheme, weight: Tensor | None, grid
 
     ``grid`` [rows, 1] has what they are now; never a higher weighted error than that.
     """
-    work = _Groups(group, scheme, weight)
+    work = Groups(group, scheme, weight)
     assert scheme.two_level is not None
     assert grid.d is not None
     assert grid.dmin is not None
     blocks = _SuperBlocks(work, scheme.two_level, per_block=1)
     minimum = grid.zero if scheme.has_minima else torch.zeros_like(grid.zero)
     state = blocks.state(grid.d, grid.dmin, grid.scale, minimum)
-    state = blocks.polished(blocks.offered(state, *_free(work)))
+    state = blocks.polished(blocks.offered(state, *free_grid(work)), REACH[scheme.two_level.scale_bits])
     return blocks.grid(state)
 
 
-def _range(groups: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """The ends of each group; two levels reach 0."""
-    low, high = groups.amin(-1), groups.amax(-1)
-    return (low, high) if scheme.two_level is None else (low.clamp(max=0), high.clamp(min=0))
-
-
-def _widest(groups: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
-    """The min/max scale and minimum; 0 for a group of zeros."""
-    low, high = _range(groups, scheme)
-    if scheme.has_minima:
-        return (high - low) / (scheme.levels - 1), -low
-    return torch.where(high > -low, high, low) / -scheme.midpoint, torch.zeros_like(low)
-
-
-def _candidates(groups: Tensor, scheme: QuantScheme) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scales and minima around min/max, most of them cutting off the ends of the range."""
-    low, high = _range(groups, scheme)
-    narrowest, widest, count = TRIED[scheme.bits]
-    factors = torch.linspace(narrowest, widest, count).tolist()
-    if not scheme.has_minima:
-        scale, none = _widest(groups, scheme)
-        for factor in factors:
-            yield scale * factor, none
-            yield scale * -factor, none
-        return
-    middle = (low + high) / 2
-    for lower in factors:
-        for upper in factors:
-            start = middle + (low - middle) * lower
-            yield (middle + (high - middle) * upper - start) / (scheme.levels - 1), -start
-
-
-def _free(work: _Groups) -> tuple[Tensor, Tensor]:
-    """The best scale and minimum of each group that any candidate's codes lead to, not rounded."""
-    scheme, groups = work.scheme, work.groups
-    scale, minimum = torch.zeros(groups.shape[:-1]), torch.zeros(groups.shape[:-1])
-    best = torch.full_like(scale, -torch.inf)
-    offset = constant_zero(scheme)
-    for step, below in _candidates(groups, scheme):
-        tried = torch.where(step == 0, 1.0, step)
-        inverse = tried.reciprocal()
-        codes = (groups * inverse[..., None]).add_((below * inverse + offset)[..., None])
-        sums = work.sums(codes.round_().clamp_(0, scheme.levels - 1))
-        fitted, lowest = work.fitted(sums, tried)
-        gain = work.gain(sums, fitted, lowest)
-        better = gain > best
-        best, scale, minimum = (
-            torch.where(better, new, old) for new, old in ((gain, best), (fitted, scale), (lowest, minimum))
-        )
-    return scale, minimum
-
-
-def _one_level(work: _Groups, starts: list[tuple[Tensor, Tensor]]) -> Grid:
+def _one_level(work: Groups, starts: list[tuple[Tensor, Tensor]]) -> Grid:
     """Scale and minimum as fp16 numbers."""
-    least = torch.full(work.groups.shape[:-1], torch.inf)
-    scale, minimum = torch.ones_like(least), torch.zeros_like(least)
-    for start in range(len(starts) + ROUNDS):
-        if start < len(starts):
-            tried, lowest = starts[start]
-        else:
-            sums = work.sums(work.codes(scale, minimum))
-            tried, lowest = work.fitted(sums, scale)
-            tried = usable_scale(tried, scale, work.scheme)
-            lowest = work.minimum(sums, tried)
-        tried = usable_scale(tried, torch.ones_like(tried), work.scheme)
-        lowest = lowest.to(torch.float16).to(torch.float32)
-        error = work.error(tried, lowest)
-        better = error < least
-        least, scale, minimum = (
-            torch.where(better, new, old) for new, old in ((error, least), (tried, scale), (lowest, minimum))
-        )
-    return Grid(scale, minimum)
+    best = _as_stored(work, *starts[0])
+    for start in starts[1:]:
+        best = _nearer(best, _as_stored(work, *start))
+    # Without a search there is nothing to refit.
+    for _ in range(ROUNDS if len(starts) > 1 else 0):
+        scale, minimum, _ = best
+        sums = work.sums(work.codes(scale, minimum))
+        fitted = usable_scale(work.fitted(sums, scale)[0], scale, work.scheme)
+        best = _nearer(best, _as_stored(work, fitted, work.minimum(sums, fitted)))
+    return Grid(*best[:2])
+
+
+_Found = tuple[Tensor, Tensor, Tensor]
+"""Scale, minimum and error of each group."""
+
+
+def _as_stored(work: Groups, scale: Tensor, minimum: Tensor) -> _Found:
+    """Rounded to fp16, and the error."""
+    scale = usable_scale(scale, torch.ones_like(scale), work.scheme)
+    minimum = minimum.to(torch.float16).to(torch.float32)
+    return scale, minimum, work.error(scale, minimum)
+
+
+def _nearer(one: _Found, other: _Found) -> _Found:
+    """In each group the one with the lower error."""
+    better = other[2] < one[2]
+    scale, minimum, error = (torch.where(better, new, old) for new, old in zip(other, one, strict=True))
+    return scale, minimum, error
 
 
 @dataclass(frozen=True)
@@ -232,7 +101,7 @@ class _State:
 class _SuperBlocks:
     """Runs of ``per_block`` groups that share ``d`` and ``dmin``."""
 
-    def __init__(self, work: _Groups, blocks: BlockType, per_block: int | None = None) -> None:
+    def __init__(self, work: Groups, blocks: BlockType, per_block: int | None = None) -> None:
         self.work, self.blocks = work, blocks
         self.per_block = SUPER_BLOCK // blocks.width if per_block is None else per_block
 
@@ -246,9 +115,9 @@ class _SuperBlocks:
             scale, minimum = starts[-1]
             for d_factor, dmin_factor in self._factors():
                 found = self._better(found, self._shared(scale, minimum, d_factor, dmin_factor))
-            found = self.polished(found)
+            found = self.polished(found, REACH[self.blocks.scale_bits])
             for _ in range(ROUNDS):
-                found = self._better(found, self.polished(self._refitted(found)))
+                found = self._better(found, self.polished(self._refitted(found), 1))
         return self.grid(found)
 
     def grid(self, state: _State) -> Grid:
@@ -265,14 +134,18 @@ class _SuperBlocks:
         other = self.state(state.d, state.dmin, *self._multiples(state, scale, minimum))
         return self._chosen(other.error < state.error, other, state)
 
-    def polished(self, state: _State) -> _State:
-        """With other multiples of the same ``d`` and ``dmin``: refitted ones, and those next to the best."""
+    def polished(self, state: _State, reach: int) -> _State:
+        """With other multiples of the same ``d`` and ``dmin``: refitted ones, and those up to ``reach`` steps away."""
         work, step = self.work, self._spread(state.d)
         state = self.offered(state, *work.fitted(work.sums(work.codes(state.scale, state.minimum)), state.scale))
-        for sign in (1.0, -1.0):
-            sums = work.sums(work.codes(state.scale, state.minimum))
-            scale = state.scale + sign * step
-            state = self.offered(state, scale, work.minimum(sums, scale))
+        start = state.scale
+        for away in range(-reach, reach + 1):
+            scale = start + away * step
+            if work.scheme.has_minima:
+                minimum = work.minimum(work.sums(work.codes(scale, state.minimum)), scale)
+                state = self.offered(state, scale, minimum)
+            else:
+                state = self.offered(state, scale, state.minimum)
         if work.scheme.has_minima:
             for sign in (1.0, -1.0):
                 state = self.offered(state, state.scale, state.minimum + sign * self._spread(state.dmin))

@@ -234,40 +234,50 @@ def quantize_with_feedback(
     work = weight.T[permutation].contiguous()
     work[importance[permutation] == 0] = 0
     codes = torch.empty_like(work)
-    rows, width = len(weight), scheme.width(weight.shape[1])
-    scale = torch.empty(rows, len(groups))
-    zero = torch.empty_like(scale)
-    shared = [torch.empty(rows, weight.shape[1] // SUPER_BLOCK) for _ in range(2 if scheme.two_level else 0)]
+    width, blocks = scheme.width(weight.shape[1]), weight.shape[1] // SUPER_BLOCK
+    # Scales and zeros, d and dmin.
+    parts = [torch.empty(len(weight), count) for count in (len(groups), len(groups), blocks, blocks)]
     start = 0
     for chunk in _chunks(groups):
         end = start + sum(map(len, chunk))
-        errors = torch.empty(end - start, rows)
-        block: Grid | None = None
-        if scheme.two_level:
-            # The chunk is a super-block.
-            block = fit_groups(work[start:end].T.reshape(rows, -1, width), scheme, price[start:end].view(-1, width))
-            for all_blocks, found in zip(shared, (block.d, block.dmin), strict=True):
-                assert found is not None
-                all_blocks[:, int(chunk[0][0]) // SUPER_BLOCK] = found[:, 0]
+        errors = torch.empty(end - start, len(weight))
         left = start
-        for index, group in enumerate(chunk):
+        for group, within in zip(chunk, _shared(work[start:end], scheme, price[start:end], len(chunk)), strict=True):
             stop = left + len(group)
-            within = block and Grid(block.scale[:, index, None], block.zero[:, index, None], block.d, block.dmin)
             grid = fit_groups(work[left:stop].T[:, None, :], scheme, price[None, left:stop], within=within)
             # A group keeps its place in the file, wherever the order put it in the solve.
-            place = int(group[0]) // width
-            scale[:, place], zero[:, place] = grid.scale[:, 0], grid.zero[:, 0]
+            places = [int(group[0]) // width] * 2 + [int(group[0]) // SUPER_BLOCK] * 2
+            for part, place, found in zip(parts, places, (grid.scale, grid.zero, grid.d, grid.dmin), strict=True):
+                if found is not None:
+                    part[:, place] = found[:, 0]
             while left < stop:
                 right = min(left + COLUMNS_AT_ONCE, stop)
-                found = _round_columns(work, codes, upper, left, right, grid, scheme)
-                work[right:end].addmm_(upper[left:right, right:end].T, found, alpha=-1)
-                errors[left - start : right - start] = found
+                spread = _round_columns(work, codes, upper, left, right, grid, scheme)
+                work[right:end].addmm_(upper[left:right, right:end].T, spread, alpha=-1)
+                errors[left - start : right - start] = spread
                 left = right
         work[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
         start = end
     original = torch.empty_like(codes)
     original[permutation] = codes
-    return assemble(original.T.contiguous(), Grid(scale, zero, *shared), scheme)
+    return assemble(original.T.contiguous(), Grid(*parts[: 4 if scheme.two_level else 2]), scheme)
+
+
+def _shared(work: Tensor, scheme: QuantScheme, price: Tensor, groups: int) -> list[Grid | None]:
+    """The grid of each group as it is when the first column of its super-block is due: all share ``d`` and ``dmin``.
+
+    ``work`` [columns, out] and ``price`` [columns] are the super-block's. None for each where groups share nothing.
+    """
+    import torch
+
+    from compress.grid import fit_groups
+    from compress.levels import Grid
+
+    if not scheme.two_level:
+        return [None] * groups
+    whole = fit_groups(work.T.reshape(work.shape[1], groups, -1), scheme, price.view(groups, -1))
+    each = zip(torch.split(whole.scale, 1, dim=1), torch.split(whole.zero, 1, dim=1), strict=True)
+    return [Grid(scale, zero, whole.d, whole.dmin) for scale, zero in each]
 
 
 def _chunks(groups: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
