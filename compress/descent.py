@@ -53,7 +53,8 @@ class _Descent:
     def __init__(self, weight: Tensor, quantized: QuantizedTensor, hessian: Tensor) -> None:
         self.scheme, self.hessian = quantized.scheme, hessian
         self.codes = quantized.codes.T.to(torch.float32).contiguous()
-        grid = grid_in(quantized).each(lambda part: part.T.contiguous())
+        # Copies: a single group lies the same way transposed, and what is moved here is not the caller's.
+        grid = grid_in(quantized).each(lambda part: part.T.clone(memory_format=torch.contiguous_format))
         self.scale, self.zero, self.d, self.dmin = grid.scale, grid.zero, grid.d, grid.dmin
         self.pull = hessian @ (weight - quantized.dequantize()).T
 

@@ -17,6 +17,7 @@ from compress.passes.rtn import Rtn
 from compress.rounding import LearnedRounding
 from compress.scheme import QuantScheme
 from tests.compress.families import VARIANTS, blockwise, compressed, logits, saved, tokens_of
+from tests.compress.test_blockgrid import check_parts
 from tests.reference import autoround as paper
 from tests.support import mean_kld, tiny_llama
 
@@ -239,3 +240,27 @@ def test_an_expert_without_tokens_is_rounded_and_named(tmp_path: Path) -> None:
 def test_nonsense_arguments_are_refused(arguments: dict[str, float], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Autoround(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["q4_k", "q3_k", "q5_1"])
+def test_ggmls_block_types_keep_their_grid_and_learn_their_codes(text: str) -> None:
+    scheme = QuantScheme.parse(text)
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
+    inputs = correlated(512, 256, 2)
+    start = fit_groups(split_groups(weight, scheme), scheme)
+    rounding = LearnedRounding(weight, scheme, start)
+
+    def loss(values: Tensor) -> Tensor:
+        return distance(inputs @ values.T, inputs @ weight.T)
+
+    plain = least = float(loss(rounding.values()))
+    for iteration in range(60):
+        leaf = rounding.values().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(leaf), [leaf])
+        rounding.step(gradient, 1 / 60 * (1 - iteration / 60))
+        least = min(least, float(loss(rounding.values())))
+    assert least < 0.8 * plain
+    stored = rounding.stored()
+    assert torch.equal(stored.dequantize(), rounding.values())
+    assert torch.equal(stored.scale, start.scale)
+    check_parts(stored)

@@ -84,6 +84,16 @@ def test_scales_stay_what_files_hold(text: str, columns: int) -> None:
         assert torch.equal(minima.half().float(), minima)
 
 
+@pytest.mark.parametrize(("text", "columns"), SCHEMES)
+def test_the_start_stays_as_it_was(text: str, columns: int) -> None:
+    weight, hessian = problem(columns)
+    start = round_to_nearest(weight, QuantScheme.parse(text))
+    before = {name: part.clone() for name, part in start.tensors().items()}
+    found = descend(weight, start, hessian, 1)
+    assert all(torch.equal(part, before[name]) for name, part in start.tensors().items())
+    assert not torch.equal(found.dequantize(), start.dequantize())
+
+
 def test_no_sweep_changes_nothing() -> None:
     weight, hessian = problem(96)
     start = round_to_nearest(weight, QuantScheme.parse("int4-g32-asym"))

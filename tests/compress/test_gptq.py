@@ -105,7 +105,8 @@ def test_agrees_with_the_textbook_column_loop(text: str, columns: int, order: bo
     same = (ours.dequantize() == theirs.dequantize()).all(dim=1)
     assert float(same.float().mean()) >= 0.9
     error, expected = (output_error(weight, q.dequantize(), stats.gram) for q in (ours, theirs))
-    assert error == pytest.approx(expected, rel=0.02)
+    # With two levels a row is more columns, and such a tie can move whole scales.
+    assert error == pytest.approx(expected, rel=0.06 if parse(text).two_level else 0.02)
 
 
 @pytest.mark.parametrize(("text", "columns"), [row for row in SHAPES if row[0] != "int4-g8"])
