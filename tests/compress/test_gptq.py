@@ -104,9 +104,9 @@ def test_agrees_with_the_textbook_column_loop(text: str, columns: int, order: bo
     assert ours.scale.shape == theirs.scale.shape == (24, parse(text).groups(columns))
     # A tie that float32 and float64 break differently changes the rest of its row: rows, not codes, are counted.
     same = (ours.dequantize() == theirs.dequantize()).all(dim=1)
-    assert float(same.float().mean()) >= 0.9
-    error, expected = (output_error(weight, q.dequantize(), stats.gram) for q in (ours, theirs))
     # With two levels a row is more columns, and such a tie can move whole scales.
+    assert float(same.float().mean()) >= (0.8 if parse(text).two_level else 0.9)
+    error, expected = (output_error(weight, q.dequantize(), stats.gram) for q in (ours, theirs))
     assert error == pytest.approx(expected, rel=0.06 if parse(text).two_level else 0.02)
 
 
