@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from compress.kv import KVScheme
     from compress.models.checkpoint import Checkpoint
     from compress.models.topology import DecoderSpec
     from compress.report import LayerRecord, PassRecord
     from compress.session import Block, CompressedModel, Session
 
-Resource = Literal["weights", "inputs", "activations", "plan", "quantized"]
-"""What passes hand on: weights, statistics of layer inputs, what enters a block, plans, quantised layers."""
+Resource = Literal["weights", "inputs", "activations", "plan", "quantized", "kv"]
+"""What passes hand on: weights, statistics of layer inputs, what enters a block, plans, quantised layers, the scales of
+a key/value cache."""
 
 
 class Planner(Protocol):
@@ -137,9 +139,13 @@ class Exporter(Protocol):
         ...
 
     def check(
-        self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]
+        self,
+        spec: DecoderSpec,
+        plan: Mapping[str, QuantScheme],
+        shapes: Mapping[str, tuple[int, int]],
+        kv: KVScheme | None = None,
     ) -> Sequence[str]:
-        """Complaints (layer, shape, why, and what would do), one an offender, before any work."""
+        """Complaints (layer, shape, why, and what would do), one an offender, before any work; also about the cache."""
         ...
 
     def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
