@@ -117,7 +117,7 @@ def naive_round(weight: Tensor, scheme: QuantScheme) -> QuantizedTensor:
 def rounded_model(
     folder: Path,
     workdir: Path,
-    scheme: str = "int4-g32",
+    scheme: str | None = "int4-g32",
     plan: Mapping[str, str | None] | None = None,
     ends: str | None = "int8-g32",
 ) -> CompressedModel:

@@ -9,7 +9,8 @@ from typing import Any
 
 from compress.models.topology import DecoderSpec
 from compress.session import CompressedModel
-from exporters.onnx.decoder import PAST, PRESENT
+from exporters.onnx.attention import PAST, PRESENT
+from exporters.onnx.limits import context_length
 
 COMPANIONS = (
     "tokenizer.json",
@@ -49,7 +50,7 @@ def genai_config(spec: DecoderSpec, entry: str, eos_token_ids: list[int]) -> dic
     return {
         "model": {
             "type": "llama",
-            "context_length": spec.max_positions,
+            "context_length": context_length(spec),
             "vocab_size": spec.vocab_size,
             **{name: value for name, value in tokens.items() if value is not None},
             "decoder": {
@@ -75,7 +76,7 @@ def genai_config(spec: DecoderSpec, entry: str, eos_token_ids: list[int]) -> dic
         },
         "search": {
             "do_sample": False,
-            "max_length": min(spec.max_positions, _DEFAULT_MAX_LENGTH),
+            "max_length": min(context_length(spec), _DEFAULT_MAX_LENGTH),
             "past_present_share_buffer": True,
         },
     }

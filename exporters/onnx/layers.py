@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from compress.models.topology import DecoderSpec
 from compress.session import CompressedModel
 from exporters.onnx.layout import to_blocks, to_codebook_blocks
 from exporters.onnx.writer import FLOAT, MICROSOFT, GraphWriter
@@ -30,8 +32,9 @@ class _Stored:
 class LayerWriter:
     """Adds layers of ``model`` to a graph. A node carries the layer's name, which is how the reader finds it."""
 
-    def __init__(self, model: CompressedModel, writer: GraphWriter, accuracy_level: int) -> None:
+    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, accuracy_level: int) -> None:
         self._model = model
+        self._spec = spec
         self._writer = writer
         self._accuracy_level = accuracy_level
         self._embeddings: dict[str, _Stored] = {}
@@ -47,6 +50,41 @@ class LayerWriter:
             return self._matmul_nbits(self._store(layer), layer, value, output, bias)
         weight = self._writer.tensor(f"{layer}.weight", self._model.weight(layer).numpy().T)
         return self._matmul(layer, [value, weight], output, bias)
+
+    def roles(self, index: int, widths: Mapping[str, int], value: str) -> dict[str, str]:
+        """Role -> output of its layer in block ``index``, or of its rows of a fused one; ``widths`` are in their order."""
+        spec, roles = self._spec, list(widths)
+        for fused, parts in spec.family.fused.items():
+            if list(parts) == roles:
+                joined = self.linear(spec.linear(index, fused), value)
+                names = [f"{joined}.{role}" for role in roles]
+                sizes = self._writer.constant(list(widths.values()))
+                self._writer.node("Split", [joined, sizes], f"{joined}.split", outputs=names, axis=-1)
+                return dict(zip(roles, names, strict=True))
+        return {role: self.linear(spec.linear(index, role), value) for role in roles}
+
+    def norm(self, norm: str, value: str, gain: float = 1.0) -> str:
+        """RMS norm over the last axis, times ``gain``."""
+        inputs = [value, self._norm_weight(norm, gain)]
+        epsilon = self._spec.norm_eps
+        return self._writer.node("SimplifiedLayerNormalization", inputs, norm, epsilon=epsilon, axis=-1, stash_type=1)
+
+    def add_and_norm(self, norm: str, residual: str, branch: str, gain: float = 1.0) -> tuple[str, str]:
+        """(RMS norm of residual + branch, times ``gain``; that sum)."""
+        total = f"{norm}.sum"
+        normed = self._writer.node(
+            "SkipSimplifiedLayerNormalization",
+            [branch, residual, self._norm_weight(norm, gain)],
+            norm,
+            outputs=[norm, "", "", total],
+            domain=MICROSOFT,
+            epsilon=self._spec.norm_eps,
+        )
+        return normed, total
+
+    def _norm_weight(self, norm: str, gain: float) -> str:
+        weight = self._model.dense(f"{norm}.weight").float() + self._spec.family.norm_offset
+        return self._writer.tensor(f"{norm}.weight", (weight * gain).numpy())
 
     def embedding(self, layer: str, input_ids: str) -> str:
         """Rows of the embedding, fp32 [batch, sequence, hidden]."""
@@ -67,10 +105,8 @@ class LayerWriter:
         if stored.columns % stored.block == 0:
             return rows
         # Codes are padded to whole blocks; the columns beyond the width are not part of the embedding.
-        bounds = [
-            self._writer.integers(f"{layer}.{name}", [at]) for name, at in (("first", 0), ("width", stored.columns))
-        ]
-        return self._writer.node("Slice", [rows, *bounds, self._writer.integers(f"{layer}.axis", [2])], f"{layer}.cut")
+        bounds = [self._writer.constant([number]) for number in (0, stored.columns, 2)]
+        return self._writer.node("Slice", [rows, *bounds], f"{layer}.cut")
 
     def tied_head(self, embedding: str, head: str, value: str, output: str) -> str:
         """``value @ embedding.T``, from the very tensors that :meth:`embedding` stored."""
@@ -140,7 +176,7 @@ class LayerWriter:
         if not stored.flat:
             return self._writer.node("Identity", [stored.codes], f"{layer}.blocks")
         blocks = -(-stored.columns // stored.block)
-        shape = self._writer.integers(f"{layer}.shape", [stored.rows, blocks, stored.block * stored.bits // 8])
+        shape = self._writer.constant([stored.rows, blocks, stored.block * stored.bits // 8])
         return self._writer.node("Reshape", [stored.codes, shape], f"{layer}.blocks")
 
     def _store(self, layer: str, flat: bool = False) -> _Stored:

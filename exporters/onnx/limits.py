@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compress.scheme import QuantScheme, compact_bits
 
@@ -25,11 +25,9 @@ _CHANNEL_BLOCKS = (256, 128, 64, 32)
 _MAX_BLOCK_2BIT = 128
 """Above it (and below 32) the 2-bit kernel with 8-bit activations does not exist: fp32 runs instead, silently."""
 
-FAMILIES = ("llama",)
-"""Families whose graph the exporter builds."""
-
-STATIC_ROPE = ("default", "linear", "dynamic", "yarn", "llama3")
-"""Rotary types whose frequencies do not depend on the length of the input up to ``max_positions``."""
+_LONGROPE = "longrope"
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", _LONGROPE)
+"""Rotary types whose frequencies do not depend on the length of the input up to :func:`context_length`."""
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -123,6 +121,19 @@ def tokenizer_remarks(folder: Path, vocab_size: int) -> list[str]:
     return [f"{outside} of the tokenizer's tokens lie beyond the {vocab_size} rows of the embedding"]
 
 
+def _ropes(spec: DecoderSpec) -> list[Mapping[str, Any]]:
+    return [kind.rope for kind in spec.attentions if kind.rope is not None]
+
+
+def context_length(spec: DecoderSpec) -> int:
+    """Tokens of the longest sequence that the graph computes.
+
+    Beyond its original positions longrope turns all tokens by other frequencies, those in the cache too: no graph does.
+    """
+    long = [rope["original_max_position_embeddings"] for rope in _ropes(spec) if rope.get("rope_type") == _LONGROPE]
+    return min([spec.max_positions, *long])
+
+
 def complaints(
     spec: DecoderSpec,
     plan: Mapping[str, QuantScheme],
@@ -130,8 +141,6 @@ def complaints(
     accuracy_level: int,
 ) -> list[str]:
     """Everything in this model and plan that the graph could not compute, one an offender."""
-    if spec.family.name not in FAMILIES:
-        return [f"the ONNX exporter does not know the family '{spec.family.name}'; it knows {', '.join(FAMILIES)}"]
     found = []
     if spec.head_dim % 8:
         found.append(f"head size {spec.head_dim}: GroupQueryAttention needs a multiple of 8")
@@ -139,12 +148,8 @@ def complaints(
         found.append(f"{spec.heads} heads share {spec.kv_heads} key/value heads: GroupQueryAttention needs a multiple")
     if spec.activation not in ACTIVATIONS:
         found.append(f"activation '{spec.activation}' is not supported; known: {', '.join(ACTIVATIONS)}")
-    rope_type = spec.rope.get("rope_type", "default")
-    if rope_type not in STATIC_ROPE:
-        found.append(
-            f"rotary type '{rope_type}' is not supported: one table of cos and sin must serve every length; "
-            f"known: {', '.join(STATIC_ROPE)}"
-        )
+    for rope_type in sorted({rope.get("rope_type", "default") for rope in _ropes(spec)} - set(ROPE_TYPES)):
+        found.append(f"rotary type '{rope_type}' is not supported; known: {', '.join(ROPE_TYPES)}")
     for layer, scheme in plan.items():
         rows, columns = shapes[layer]
         reason = layer_complaint(scheme, columns, accuracy_level, gathered=layer == spec.family.embedding)

@@ -40,6 +40,7 @@ class GraphWriter:
         self._initializers: list[Any] = []
         self._inputs: list[Any] = []
         self._outputs: list[Any] = []
+        self._constants: set[str] = set()
 
     def __enter__(self) -> GraphWriter:
         return self
@@ -92,9 +93,15 @@ class GraphWriter:
         self._initializers.append(proto)
         return name
 
-    def integers(self, name: str, values: Sequence[int] | int) -> str:
-        """A small int64 constant."""
-        return self.tensor(name, np.array(values, dtype=np.int64))
+    def constant(self, values: Sequence[int] | int | float) -> str:
+        """A small constant, int64 or (a float) float32; the same one for the same values."""
+        array = np.array(values)
+        array = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
+        name = f"{array.dtype} {array.tolist()}"
+        if name not in self._constants:
+            self._constants.add(name)
+            self.tensor(name, array)
+        return name
 
     def save(self, metadata: dict[str, str]) -> None:
         """Write the model file, with ``metadata`` as its properties. OSError passes through."""

@@ -1,0 +1,134 @@
+"""Attention of a block as nodes: projections, norms of heads, rotary positions, GroupQueryAttention with its cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from compress.models.topology import DecoderSpec, rope_frequencies
+from compress.session import CompressedModel
+from exporters.onnx.layers import LayerWriter
+from exporters.onnx.limits import context_length
+from exporters.onnx.writer import FLOAT, MICROSOFT, Dims, GraphWriter
+
+PAST = "past_key_values.{index}.{part}"
+PRESENT = "present.{index}.{part}"
+
+_ROTATED_MULTIPLE = 16
+"""GroupQueryAttention itself rotates heads of which all and the rotated part are multiples of this."""
+
+
+class _Tables(NamedTuple):
+    """Names of two tables [positions, pairs], and how many pairs of each head they rotate."""
+
+    cos: str
+    sin: str
+    pairs: int
+
+
+class AttentionWriter:
+    """Adds attention to a graph. Rows of the batch must lie in it without gaps, as :func:`exporters.onnx.rows.pack_rows` leaves them."""
+
+    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, layers: LayerWriter) -> None:
+        self._model = model
+        self._spec = spec
+        self._writer = writer
+        self._layers = layers
+        self._tables: dict[tuple[tuple[float, ...], float], _Tables] = {}
+        self._positions: str | None = None
+
+    def write(self, index: int, hidden: str) -> str:
+        """Attention of block ``index`` over ``hidden`` fp32 [batch, sequence, hidden], after the output layer."""
+        spec, writer = self._spec, self._writer
+        widths = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
+        widths = {role: heads * spec.head_dim for role, heads in widths.items()}
+        projected = self._layers.roles(index, widths, hidden)
+        heads = {role: self._head_norm(index, role, value) for role, value in projected.items()}
+        tables = self._rotary_tables(index)
+        inside = tables is not None and self._rotates_inside(tables)
+        if tables is not None and not inside:
+            heads |= {role: self._rotate(heads[role], widths[role], tables) for role in "qk"}
+        kind, past, present = spec.attentions[index], [], []
+        for part in ("key", "value"):
+            name = PRESENT.format(index=index, part=part)
+            dims: Dims = ["batch_size", spec.kv_heads, "past_sequence_length", spec.head_dim]
+            past.append(writer.input(PAST.format(index=index, part=part), FLOAT, dims))
+            writer.output(name, FLOAT, [*dims[:2], "total_sequence_length", spec.head_dim])
+            present.append(name)
+        attention = f"{spec.family.block.format(index=index)}.attention"
+        lengths = ["seqlens_k", "total_sequence_length"]
+        rotary = [tables.cos, tables.sin] if tables is not None and inside else ["", ""]
+        # In between: position_ids, attention_bias, head_sink, and what only other caches and devices read.
+        unused = [""] * 7
+        mixed = writer.node(
+            "GroupQueryAttention",
+            [*(heads[role] for role in "qkv"), *past, *lengths, *rotary, *unused, "query_seqlens"],
+            attention,
+            outputs=[attention, *present],
+            domain=MICROSOFT,
+            num_heads=spec.heads,
+            kv_num_heads=spec.kv_heads,
+            do_rotary=int(inside),
+            scale=spec.scaling.attention,
+            softcap=spec.scaling.attention_cap or 0.0,
+            local_window_size=kind.window or -1,
+        )
+        return self._layers.linear(spec.linear(index, "o"), mixed)
+
+    def _head_norm(self, index: int, role: str, projection: str) -> str:
+        """The norm of queries or keys, over each head or over all of them, where the family has one."""
+        spec, writer = self._spec, self._writer
+        if role not in spec.family.head_norms:
+            return projection
+        norm = f"{spec.family.block.format(index=index)}.{spec.family.head_norms[role]}"
+        if spec.family.whole_head_norms:
+            return self._layers.norm(norm, projection)
+        apart = writer.node("Reshape", [projection, writer.constant([0, 0, -1, spec.head_dim])], f"{norm}.heads")
+        return writer.node("Reshape", [self._layers.norm(norm, apart), writer.constant([0, 0, -1])], f"{norm}.joined")
+
+    def _rotary_tables(self, index: int) -> _Tables | None:
+        """Tables fp32 [positions, pairs], in the arithmetic of transformers; None where a block has no positions.
+
+        Blocks that rotate alike share theirs.
+        """
+        if self._spec.attentions[index].rope is None:
+            return None
+        frequencies, factor = rope_frequencies(self._model.config, index)
+        key = tuple(frequencies), factor
+        if key not in self._tables:
+            number = len(self._tables)
+            positions = torch.arange(context_length(self._spec), dtype=torch.float32)
+            angles = torch.outer(positions, torch.tensor(frequencies, dtype=torch.float32))
+            cos, sin = ((table * factor).numpy() for table in (angles.cos(), angles.sin()))
+            names = [self._writer.tensor(f"rotary.{number}.{kind}", t) for kind, t in (("cos", cos), ("sin", sin))]
+            self._tables[key] = _Tables(names[0], names[1], len(frequencies))
+        return self._tables[key]
+
+    def _rotates_inside(self, tables: _Tables) -> bool:
+        return self._spec.head_dim % _ROTATED_MULTIPLE == 0 and 2 * tables.pairs % _ROTATED_MULTIPLE == 0
+
+    def _rotate(self, projection: str, width: int, tables: _Tables) -> str:
+        """Rotary positions on [batch, sequence, heads * head_dim]."""
+        spec = self._spec
+        partial = 2 * tables.pairs != spec.head_dim
+        return self._writer.node(
+            "RotaryEmbedding",
+            [projection, self._position_ids(), tables.cos, tables.sin],
+            f"{projection}.rotated",
+            domain=MICROSOFT,
+            # The operator wants both or none: it reads whole heads' size from the tables.
+            num_heads=width // spec.head_dim if partial else 0,
+            rotary_embedding_dim=2 * tables.pairs if partial else 0,
+        )
+
+    def _position_ids(self) -> str:
+        """int64 [batch, sequence]: tokens of the row before each new one. Made once, when first asked for."""
+        if self._positions is None:
+            writer = self._writer
+            before = writer.node("Sub", ["token_count", "new_token_count"], "tokens_before")
+            column = writer.node("Unsqueeze", [before, writer.constant([1])], "tokens_before_column")
+            scalar = writer.node("Squeeze", ["sequence_length"], "sequence_length_scalar")
+            steps = writer.node("Range", [writer.constant(0), scalar, writer.constant(1)], "steps")
+            self._positions = writer.node("Add", [column, steps], "position_ids")
+        return self._positions
