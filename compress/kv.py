@@ -28,7 +28,9 @@ class KVScheme:
         """Read ``int8-channel``, ``int4-tensor``; ValueError says what is wrong."""
         match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None or int(match["bits"]) not in BITS:
-            raise ValueError(f"'{text}' is no scheme of a cache: write int8-channel, int8-tensor, int4-channel, int4-tensor")
+            raise ValueError(
+                f"'{text}' is no scheme of a cache: write int8-channel, int8-tensor, int4-channel, int4-tensor"
+            )
         return cls(int(match["bits"]), match["shared"] == "channel")
 
     def __str__(self) -> str:
@@ -47,11 +49,11 @@ class KVScheme:
     def rounded(self, found: Tensor, scale: Tensor) -> Tensor:
         """Keys or values [..., kv heads, length, head size] as a cache with ``scale`` [kv heads, head size] holds them.
 
-        What ONNX Runtime's GroupQueryAttention stores and then reads, to the bit: ``clip(round(x / scale)) * scale``,
-        halves to even.
+        What ONNX Runtime's GroupQueryAttention stores and then reads, to the bit: ``clip(round(x * (1 / scale))) *
+        scale`` in float32, halves to even.
         """
         step = scale[:, None, :]
-        return (found / step).round_().clamp_(self.low, self.high).mul_(step)
+        return (found * step.reciprocal()).round_().clamp_(self.low, self.high).mul_(step)
 
 
 @dataclass(frozen=True)

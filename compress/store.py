@@ -56,7 +56,12 @@ class Store:
         partial = path.with_suffix(PARTIAL)
         save_file(tensors, partial)
         put_in_place(partial, path)
-        self.take(block, {name: item.scheme for name, item in quantized.items()}, list(dense), kv and kv.scheme)
+        self.take(
+            block,
+            {name: item.scheme for name, item in quantized.items()},
+            list(dense),
+            None if kv is None else kv.scheme,
+        )
 
     def file(self, block: str) -> Path:
         """Where :meth:`put` writes a block that has anything to write."""

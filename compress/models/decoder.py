@@ -263,9 +263,7 @@ class Decoder:
 
         return self.run_block(index, block, hidden)
 
-    def run_block(
-        self, index: int, module: Callable[..., Any], hidden: Tensor, cache: Any = None
-    ) -> Tensor:
+    def run_block(self, index: int, module: Callable[..., Any], hidden: Tensor, cache: Any = None) -> Tensor:
         """One block on hidden states [samples, length, hidden] of full windows; call :meth:`embed_into` first.
 
         ``cache``: what takes the place of a key/value cache.

@@ -120,5 +120,7 @@ def fit_scale(parts: Sequence[Tensor], scheme: KVScheme, search: bool = True) ->
 
 def _error(parts: Sequence[Tensor], scale: Tensor, scheme: KVScheme) -> Tensor:
     """Summed squared error of each scale's numbers, in the shape of ``scale``."""
-    total = sum((part - scheme.rounded(part, scale)).square_().sum(1) for part in parts)
+    import torch
+
+    total = torch.stack([(part - scheme.rounded(part, scale)).square_().sum(1) for part in parts]).sum(0)
     return total if scheme.per_channel else total.sum().view(1, 1)

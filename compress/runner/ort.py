@@ -17,10 +17,12 @@ PREFILL_CHUNK = 64
 """Tokens of one step of a prefill. The graph computes every token's logits: the step bounds their memory."""
 
 _PAST, _PRESENT = "past_key_values.", "present."
+_CACHE_TYPES = {"tensor(float)": np.float32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
+"""ONNX Runtime's word for the type of a cache -> numpy's; uint8 holds two numbers of 4 bits."""
 
 
 class OrtRuntime:
-    """One session and one key/value cache of ``context`` tokens, float32, that every step writes in place.
+    """One session and one key/value cache of ``context`` tokens, of the file's type, that every step writes in place.
 
     The graph's past and present share a buffer, so that a token costs no copy of the cache.
 
@@ -71,7 +73,7 @@ class OrtRuntime:
         for item in past:
             _, heads, _, size = item.shape
             # Written now, so that the memory is taken at load and not little by little while tokens are timed.
-            empty = np.full((1, heads, context, size), 0, dtype=np.float32)
+            empty = np.full((1, heads, context, size), 0, dtype=_CACHE_TYPES[item.type])
             buffer = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
             # The value wraps the array's memory and must outlive the binding.
             self._cache.append(buffer)
@@ -113,7 +115,8 @@ class OrtRuntime:
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of the key/value cache for ``context`` tokens."""
-        return sum(4 * item.shape[1] * item.shape[3] * context for item in self._past_inputs())
+        past = self._past_inputs()
+        return sum(np.dtype(_CACHE_TYPES[x.type]).itemsize * x.shape[1] * x.shape[3] * context for x in past)
 
     def close(self) -> None:
         """Free the session and the cache."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from compress.kv import KVScheme
     from compress.models.topology import DecoderSpec
     from compress.scheme import QuantScheme
     from compress.session import CompressedModel
@@ -45,7 +46,11 @@ class OnnxExporter:
             raise ValueError(f"accuracy_level must be 0 (fp32 activations) or 4 (8-bit activations), not {level!r}")
 
     def check(
-        self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]
+        self,
+        spec: DecoderSpec,
+        plan: Mapping[str, QuantScheme],
+        shapes: Mapping[str, tuple[int, int]],
+        kv: KVScheme | None = None,
     ) -> Sequence[str]:
         """Complaints about head size, rotary type, activation and each layer's scheme; empty when all is well."""
         return complaints(spec, plan, shapes, self.accuracy_level)

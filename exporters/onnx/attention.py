@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from compress.kv import KVScales
 from compress.models.topology import DecoderSpec, rope_frequencies
 from compress.session import CompressedModel
 from exporters.onnx.layers import LayerWriter
 from exporters.onnx.limits import context_length
-from exporters.onnx.writer import FLOAT, MICROSOFT, Dims, GraphWriter
+from exporters.onnx.writer import FLOAT, INT8, MICROSOFT, UINT8, Dims, GraphWriter
 
 PAST = "past_key_values.{index}.{part}"
 PRESENT = "present.{index}.{part}"
@@ -25,6 +26,21 @@ class _Tables(NamedTuple):
     cos: str
     sin: str
     pairs: int
+
+
+def _stored(kv: KVScales | None, head_dim: int) -> tuple[int, int]:
+    """Type of the cache, and numbers of it for one head of one token: two of 4 bits share a byte."""
+    if kv is None:
+        return FLOAT, head_dim
+    return (INT8, head_dim) if kv.scheme.bits == 8 else (UINT8, head_dim // 2)
+
+
+def _quantised(kv: KVScales | None) -> dict[str, Any]:
+    """Attributes of GroupQueryAttention that say how its cache is stored."""
+    if kv is None:
+        return {}
+    kind = "PER_CHANNEL" if kv.scheme.per_channel else "PER_TENSOR"
+    return {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": kv.scheme.bits}
 
 
 class AttentionWriter:
@@ -49,21 +65,23 @@ class AttentionWriter:
         inside = tables is not None and self._rotates_inside(tables)
         if tables is not None and not inside:
             heads |= {role: self._rotate(heads[role], widths[role], tables) for role in "qk"}
-        kind, past, present = spec.attentions[index], [], []
+        block = spec.family.block.format(index=index)
+        kv, kind, past, present = self._model.kv(block), spec.attentions[index], [], []
+        dtype, size = _stored(kv, spec.head_dim)
         for part in ("key", "value"):
             name = PRESENT.format(index=index, part=part)
-            dims: Dims = ["batch_size", spec.kv_heads, "past_sequence_length", spec.head_dim]
-            past.append(writer.input(PAST.format(index=index, part=part), FLOAT, dims))
-            writer.output(name, FLOAT, [*dims[:2], "total_sequence_length", spec.head_dim])
+            dims: Dims = ["batch_size", spec.kv_heads, "past_sequence_length", size]
+            past.append(writer.input(PAST.format(index=index, part=part), dtype, dims))
+            writer.output(name, dtype, [*dims[:2], "total_sequence_length", size])
             present.append(name)
-        attention = f"{spec.family.block.format(index=index)}.attention"
+        attention = f"{block}.attention"
         lengths = ["seqlens_k", "total_sequence_length"]
         rotary = [tables.cos, tables.sin] if tables is not None and inside else ["", ""]
-        # In between: position_ids, attention_bias, head_sink, and what only other caches and devices read.
-        unused = [""] * 7
+        # Not used: position_ids, attention_bias, head_sink; and, behind the scales, what only other devices read.
+        scales = ["", ""] if kv is None else [self._scale(block, part, kv) for part in ("key", "value")]
         mixed = writer.node(
             "GroupQueryAttention",
-            [*(heads[role] for role in "qkv"), *past, *lengths, *rotary, *unused, "query_seqlens"],
+            [*(heads[role] for role in "qkv"), *past, *lengths, *rotary, "", "", "", *scales, "", "", "query_seqlens"],
             attention,
             outputs=[attention, *present],
             domain=MICROSOFT,
@@ -73,8 +91,15 @@ class AttentionWriter:
             scale=spec.scaling.attention,
             softcap=spec.scaling.attention_cap or 0.0,
             local_window_size=kind.window or -1,
+            **_quantised(kv),
         )
         return self._layers.linear(spec.linear(index, "o"), mixed)
+
+    def _scale(self, block: str, part: str, kv: KVScales) -> str:
+        """Static scales of the cache, fp32 [1, kv heads, 1, head size], or [1] where one serves all."""
+        scale = (kv.key if part == "key" else kv.value).numpy()
+        shaped = scale[None, :, None, :] if kv.scheme.per_channel else scale.reshape(1)
+        return self._writer.tensor(f"{block}.cache.{part}_scale", shaped)
 
     def _head_norm(self, index: int, role: str, projection: str) -> str:
         """The norm of queries or keys, over each head or over all of them, where the family has one."""

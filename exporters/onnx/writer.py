@@ -121,3 +121,5 @@ class GraphWriter:
 FLOAT: int = onnx.TensorProto.FLOAT
 INT64: int = onnx.TensorProto.INT64
 INT32: int = onnx.TensorProto.INT32
+INT8: int = onnx.TensorProto.INT8
+UINT8: int = onnx.TensorProto.UINT8
