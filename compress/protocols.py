@@ -142,8 +142,8 @@ class Exporter(Protocol):
         """Complaints (layer, shape, why, and what would do), one an offender, before any work."""
         ...
 
-    def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
-        """What a user of a file with such layers should know; for the report."""
+    def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
+        """What a user of a file of this model with such layers should know; for the report."""
         ...
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:

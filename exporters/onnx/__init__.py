@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from compress.protocols import Artifact, StoredTensor
-from exporters.onnx.limits import INT8_ACTIVATIONS, complaints, plan_remarks, stored_bits, tokenizer_remarks
+from exporters.onnx.limits import (
+    INT8_ACTIVATIONS,
+    complaints,
+    context_remarks,
+    plan_remarks,
+    stored_bits,
+    tokenizer_remarks,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,9 +61,9 @@ class OnnxExporter:
         """Remarks about a tokenizer that a runtime could not use; its files are copied as they are."""
         return tokenizer_remarks(folder, vocab_size)
 
-    def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
-        """Which layers have no 8-bit activations."""
-        return plan_remarks(plan)
+    def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
+        """Which layers have no 8-bit activations, and a context shorter than the model's."""
+        return [*context_remarks(spec), *plan_remarks(plan)]
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
         """Bits of a linear layer in the file: padded codes, fp16 scales, packed zero points."""

@@ -28,7 +28,7 @@ class _Tables(NamedTuple):
 
 
 class AttentionWriter:
-    """Adds attention to a graph. Rows of the batch must lie in it without gaps, as :func:`exporters.onnx.rows.pack_rows` leaves them."""
+    """Adds attention to a graph. Its rows have their new tokens first: see :mod:`exporters.onnx.rows`."""
 
     def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, layers: LayerWriter) -> None:
         self._model = model

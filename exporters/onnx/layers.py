@@ -52,7 +52,7 @@ class LayerWriter:
         return self._matmul(layer, [value, weight], output, bias)
 
     def roles(self, index: int, widths: Mapping[str, int], value: str) -> dict[str, str]:
-        """Role -> output of its layer in block ``index``, or of its rows of a fused one; ``widths`` are in their order."""
+        """Role -> output of its layer in block ``index``, or its part of a fused one's; ``widths`` in their order."""
         spec, roles = self._spec, list(widths)
         for fused, parts in spec.family.fused.items():
             if list(parts) == roles:

@@ -131,7 +131,18 @@ def context_length(spec: DecoderSpec) -> int:
     Beyond its original positions longrope turns all tokens by other frequencies, those in the cache too: no graph does.
     """
     long = [rope["original_max_position_embeddings"] for rope in _ropes(spec) if rope.get("rope_type") == _LONGROPE]
-    return min([spec.max_positions, *long])
+    return min(spec.max_positions, *map(int, long)) if long else spec.max_positions
+
+
+def context_remarks(spec: DecoderSpec) -> list[str]:
+    """A context that ends before the model's positions do."""
+    length = context_length(spec)
+    if length == spec.max_positions:
+        return []
+    return [
+        f"the file takes {length} tokens of the model's {spec.max_positions}: beyond its original positions "
+        f"{_LONGROPE} turns every token by other frequencies, those in the cache too, which no graph can do"
+    ]
 
 
 def complaints(
