@@ -129,8 +129,10 @@ class Exporter(Protocol):
     reader: ClassVar[str]
     """The library, not ours, that :meth:`read_back` uses."""
 
-    parity_kld: ClassVar[float]
-    """Highest mean KLD (nats) against the fake-quantised torch model, activations not rounded where that can be had."""
+    @property
+    def parity_kld(self) -> float:
+        """Highest mean KLD (nats) against the fake-quantised torch model, activations not rounded where it can be."""
+        ...
 
     def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
         """Remarks for the report about the tokenizer in ``folder``; InputError if the format cannot hold it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,14 @@ NO_SPIN_VARIABLE = "EDGEPRESS_NO_SPIN"
 PREFILL_CHUNK = 64
 """Tokens of one step of a prefill. The graph computes every token's logits: the step bounds their memory."""
 
+_CACHE_TYPES: Mapping[str, type[np.floating[Any]]] = MappingProxyType(
+    {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+)
 _PAST, _PRESENT = "past_key_values.", "present."
 
 
 class OrtRuntime:
-    """One session and one key/value cache of ``context`` tokens, float32, that every step writes in place.
+    """One session and one key/value cache of ``context`` tokens that every step writes in place.
 
     The graph's past and present share a buffer, so that a token costs no copy of the cache.
 
@@ -71,7 +76,7 @@ class OrtRuntime:
         for item in past:
             _, heads, _, size = item.shape
             # Written now, so that the memory is taken at load and not little by little while tokens are timed.
-            empty = np.full((1, heads, context, size), 0, dtype=np.float32)
+            empty = np.full((1, heads, context, size), 0, dtype=_CACHE_TYPES[item.type])
             buffer = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
             # The value wraps the array's memory and must outlive the binding.
             self._cache.append(buffer)
@@ -113,7 +118,10 @@ class OrtRuntime:
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of the key/value cache for ``context`` tokens."""
-        return sum(4 * item.shape[1] * item.shape[3] * context for item in self._past_inputs())
+        return sum(
+            np.dtype(_CACHE_TYPES[item.type]).itemsize * item.shape[1] * item.shape[3] * context
+            for item in self._past_inputs()
+        )
 
     def close(self) -> None:
         """Free the session and the cache."""

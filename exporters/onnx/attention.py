@@ -10,7 +10,7 @@ from compress.models.topology import DecoderSpec, rope_frequencies
 from compress.session import CompressedModel
 from exporters.onnx.layers import LayerWriter
 from exporters.onnx.limits import context_length
-from exporters.onnx.writer import FLOAT, MICROSOFT, Dims, GraphWriter
+from exporters.onnx.writer import MICROSOFT, Dims, GraphWriter
 
 PAST = "past_key_values.{index}.{part}"
 PRESENT = "present.{index}.{part}"
@@ -39,7 +39,7 @@ class AttentionWriter:
         self._positions: str | None = None
 
     def write(self, index: int, hidden: str) -> str:
-        """Attention of block ``index`` over ``hidden`` fp32 [batch, sequence, hidden], after the output layer."""
+        """Attention of block ``index`` over ``hidden`` [batch, sequence, hidden], after the output layer."""
         spec, writer = self._spec, self._writer
         widths = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
         widths = {role: heads * spec.head_dim for role, heads in widths.items()}
@@ -53,8 +53,8 @@ class AttentionWriter:
         for part in ("key", "value"):
             name = PRESENT.format(index=index, part=part)
             dims: Dims = ["batch_size", spec.kv_heads, "past_sequence_length", spec.head_dim]
-            past.append(writer.input(PAST.format(index=index, part=part), FLOAT, dims))
-            writer.output(name, FLOAT, [*dims[:2], "total_sequence_length", spec.head_dim])
+            past.append(writer.input(PAST.format(index=index, part=part), writer.float_type, dims))
+            writer.output(name, writer.float_type, [*dims[:2], "total_sequence_length", spec.head_dim])
             present.append(name)
         attention = f"{spec.family.block.format(index=index)}.attention"
         lengths = ["seqlens_k", "total_sequence_length"]
@@ -88,7 +88,7 @@ class AttentionWriter:
         return writer.node("Reshape", [self._layers.norm(norm, apart), writer.constant([0, 0, -1])], f"{norm}.joined")
 
     def _rotary_tables(self, index: int) -> _Tables | None:
-        """Tables fp32 [positions, pairs], in the arithmetic of transformers; None where a block has no positions.
+        """Tables [positions, pairs], made in the arithmetic of transformers; None where a block has no positions.
 
         Blocks that rotate alike share theirs.
         """
@@ -101,7 +101,7 @@ class AttentionWriter:
             positions = torch.arange(context_length(self._spec), dtype=torch.float32)
             angles = torch.outer(positions, torch.tensor(frequencies, dtype=torch.float32))
             cos, sin = ((table * factor).numpy() for table in (angles.cos(), angles.sin()))
-            names = [self._writer.tensor(f"rotary.{number}.{kind}", t) for kind, t in (("cos", cos), ("sin", sin))]
+            names = [self._writer.floats(f"rotary.{number}.{kind}", t) for kind, t in (("cos", cos), ("sin", sin))]
             self._tables[key] = _Tables(names[0], names[1], len(frequencies))
         return self._tables[key]
 

@@ -12,9 +12,11 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress import engine, registry
+from compress.errors import CompressError
 from compress.models.checkpoint import open_checkpoint
 from compress.models.decoder import Decoder
 from compress.models.topology import describe
@@ -27,7 +29,7 @@ from exporters.onnx import OnnxExporter
 from tests.compress.families import ROUTED, VARIANTS, saved, tokens_of
 from tests.compress.runs import sentences
 from tests.exporters.test_onnx_parity import session, step
-from tests.support import rounded_model, tiny_tokenizer
+from tests.support import mean_kld, rounded_model, tiny_tokenizer
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 CLOSE = {"atol": 2e-4, "rtol": 0.0}
@@ -54,9 +56,9 @@ def torch_logits(model: CompressedModel, tokens: Tensor) -> Tensor:
     return torch.stack(list(Decoder(open_checkpoint(model.folder), model.parameter).logits(tokens)))
 
 
-def export(model: CompressedModel, folder: Path, accuracy_level: int = 0) -> Artifact:
+def export(model: CompressedModel, folder: Path, accuracy_level: int = 0, float_type: str = "f32") -> Artifact:
     folder.mkdir()
-    return OnnxExporter(accuracy_level).write(model, folder)
+    return OnnxExporter(accuracy_level, float_type).write(model, folder)
 
 
 @every_variant
@@ -159,6 +161,58 @@ def test_every_layer_reads_back_and_takes_what_was_promised(variant: str, tmp_pa
     torch.testing.assert_close(found, torch_logits(model, tokens), **CLOSE)
 
 
+@every_variant
+def test_half_precision_halves_the_cache_and_stays_close(variant: str, tmp_path: Path) -> None:
+    model, tokens = model_of(variant, tmp_path), tokens_of(1, LENGTH)
+    found, sizes = [], []
+    for float_type in ("f32", "f16"):
+        artifact = export(model, tmp_path / float_type, 0, float_type)
+        runtime = OrtRuntime(spin=False, chunk=7)
+        runtime.load(artifact.path / artifact.entry, threads=1, context=LENGTH + 6)
+        logits = [
+            *runtime.prefill(tokens[0, :15].numpy(), all_logits=True),
+            *map(runtime.decode, tokens[0, 15:].tolist()),
+        ]
+        found.append(torch.from_numpy(np.stack(logits)))
+        sizes.append(runtime.kv_bytes(LENGTH))
+    assert sizes[0] == 2 * sizes[1]
+    assert found[1].dtype == torch.float32
+    assert 0 < mean_kld(found[0], found[1]) < OnnxExporter(float_type="f16").parity_kld
+    if variant not in ROUTED:
+        # A token may choose another expert for a rounding.
+        torch.testing.assert_close(found[1], found[0], atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "qwen2_moe", "phi3"])
+def test_half_precision_stores_what_is_no_code_in_16_bits(variant: str, tmp_path: Path) -> None:
+    checkpoint = saved(variant, tmp_path / "model")
+    linears = list(describe(open_checkpoint(checkpoint).config).all_linears())
+    model = rounded_model(checkpoint, tmp_path / "work", plan=dict.fromkeys(linears[::2]), ends=None)
+    artifact, exporter = export(model, tmp_path / "out", 4, "f16"), OnnxExporter(float_type="f16")
+    for layer, values in exporter.read_back(artifact, list(model.layers())):
+        expected = model.weight(layer) if layer in model.schemes else model.weight(layer).half().float()
+        assert values.tobytes() == expected.numpy().tobytes(), layer
+    rows = exporter.inspect(artifact)
+    assert not [row.name for row in rows if row.type == "float32"]
+    sizes = {row.layer: 8 * row.bytes for row in rows}
+    assert all(
+        sizes[layer] == exporter.stored_bits(model.schemes.get(layer), shape) for layer, shape in model.shapes.items()
+    )
+    assert exporter.stored_bits(None, (3, 5)) == 3 * 5 * 16
+
+
+def test_a_number_that_half_precision_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][3] = 1e5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = rounded_model(folder, tmp_path / "work")
+    with pytest.raises(CompressError, match="1 of 64 numbers are too large for float16") as refusal:
+        export(model, tmp_path / "out", 4, "f16")
+    assert refusal.value.where == "model.layers.1.input_layernorm.weight"
+    export(model, tmp_path / "single")
+
+
 @pytest.mark.parametrize("variant", ROUTED)
 @pytest.mark.parametrize("level", [0, 4])
 def test_a_session_without_graph_optimisation_routes_alike(variant: str, level: int, tmp_path: Path) -> None:
@@ -191,11 +245,11 @@ def test_a_run_proves_the_artifact(variant: str, tmp_path: Path) -> None:
     assert (config["head_size"], config["num_key_value_heads"]) == (spec.head_dim, spec.kv_heads)
 
 
-@every_variant
-def test_genai_generates_what_the_runtime_generates(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "float_type"), [*((name, "f32") for name in VARIANTS), ("qwen3_moe", "f16")])
+def test_genai_generates_what_the_runtime_generates(variant: str, float_type: str, tmp_path: Path) -> None:
     import onnxruntime_genai
 
-    artifact = export(model_of(variant, tmp_path, eos_token_id=319), tmp_path / "out")
+    artifact = export(model_of(variant, tmp_path, eos_token_id=319), tmp_path / "out", 0, float_type)
     tiny_tokenizer(artifact.path)
     prompt, count = tokens_of(1, LENGTH)[0].tolist(), 12
     model = onnxruntime_genai.Model(str(artifact.path))

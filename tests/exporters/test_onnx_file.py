@@ -210,6 +210,11 @@ def test_accuracy_level_is_validated(value: Any) -> None:
         OnnxExporter(value)
 
 
+def test_float_type_is_validated() -> None:
+    with pytest.raises(ValueError, match="float_type 'f61' is not known; did you mean 'f16'"):
+        OnnxExporter(float_type="f61")
+
+
 def check(plan: dict[str, str], level: int = 4, **overrides: Any) -> list[str]:
     config = {"model_type": "llama", "vocab_size": 320, "num_hidden_layers": 1, "num_attention_heads": 4} | ODD
     spec = describe(config | {"num_key_value_heads": 2} | overrides)
