@@ -95,11 +95,12 @@ class Bed:
         return {"kld": float(np.mean(values)), "error": float(np.std(values, ddof=1) / len(values) ** 0.5)}
 
 
-def ours(bed: Bed, run: Run, threads: int) -> dict[str, Any]:
+def ours(bed: Bed, run: Run, threads: int, precision: str) -> dict[str, Any]:
     """Run our passes, comma-separated; those that take a scheme get the run's."""
+    samples, length = bed.calibration.shape
     recipe = {
         "model": str(bed.model),
-        "calibration": {"samples": len(bed.calibration), "sequence_length": bed.calibration.shape[1]},
+        "calibration": {"samples": samples, "sequence_length": length, "precision": precision},
         "passes": run.method.split(","),
         "export": ["onnx"],
         "measure": {"threads": threads},
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", default="float32", help="of our calibration; give each a FOLDER of its own")
     parser.add_argument("--run", type=Run.parse, action="append", default=[], help="who method scheme")
     parser.add_argument("--peer", action="append", default=[], help="name=its environment's python")
     args = parser.parse_args()
@@ -216,7 +218,10 @@ def main() -> None:
             continue
         if run.who != OURS and run.who not in pythons:
             sys.exit(f"{run.who}: give --peer {run.who}=PYTHON of its environment")
-        found = ours(bed, run, args.threads) if run.who == OURS else peer(bed, run, pythons[run.who], args.threads)
+        if run.who == OURS:
+            found = ours(bed, run, args.threads, args.precision)
+        else:
+            found = peer(bed, run, pythons[run.who], args.threads)
         results.append(asdict(run) | found)
         with kept.open("a") as file:
             file.write(json.dumps(results[-1]) + "\n")

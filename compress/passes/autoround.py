@@ -39,8 +39,8 @@ class Autoround:
     """
 
     scheme: QuantScheme = QuantScheme(4, 32)
-    iterations: int = 200
-    samples: int = 8
+    iterations: int = 100
+    samples: int = 1
     learning_rate: float | None = None
     search: bool = True
 

@@ -31,12 +31,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_each_phase_has_its_own_peak(way: str) -> None:
     start = memory.resident().total
-    with memory.peak_of_phase() as large:
-        # A mapping of its own: malloc may serve a large array from free memory that is resident already.
-        with mmap.mmap(-1, SIZE) as block:
-            for _ in range(SIZE // MIB):
-                block.write(bytes(MIB))
-            time.sleep(0.2)  # many samples
+    # A mapping of its own: malloc may serve a large array from free memory that is resident already.
+    with memory.peak_of_phase() as large, mmap.mmap(-1, SIZE) as block:
+        for _ in range(SIZE // MIB):
+            block.write(bytes(MIB))
+        time.sleep(0.2)  # many samples
     with memory.peak_of_phase() as small:
         pass
     assert large.peak - start == pytest.approx(SIZE, rel=0.1)
