@@ -129,7 +129,7 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
             text for plan in (session.plan, *candidates) for text in step.value.check(spec, plan, shapes, session.kv)
         ]
         unfit += [f"{step.name}: {text}" for text in dict.fromkeys(found)]
-        told = [text for plan in (session.plan, *candidates) for text in step.value.remarks(plan)]
+        told = [text for plan in (session.plan, *candidates) for text in step.value.remarks(spec, plan)]
         told += step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)
         remarks += [f"{step.name}: {text}" for text in dict.fromkeys(told)]
     if complaints or unfit:

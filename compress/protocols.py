@@ -136,8 +136,10 @@ class Exporter(Protocol):
     reader: ClassVar[str]
     """The library, not ours, that :meth:`read_back` uses."""
 
-    parity_kld: ClassVar[float]
-    """Highest mean KLD (nats) against the fake-quantised torch model, activations not rounded where that can be had."""
+    @property
+    def parity_kld(self) -> float:
+        """Highest mean KLD (nats) against the fake-quantised torch model, activations not rounded where it can be."""
+        ...
 
     def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
         """Remarks for the report about the tokenizer in ``folder``; InputError if the format cannot hold it."""
@@ -153,8 +155,8 @@ class Exporter(Protocol):
         """Complaints (layer, shape, why, and what would do), one an offender, before any work; also about the cache."""
         ...
 
-    def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
-        """What a user of a file with such layers should know; for the report."""
+    def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
+        """What a user of a file of this model with such layers should know; for the report."""
         ...
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:

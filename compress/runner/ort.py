@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,11 @@ NO_SPIN_VARIABLE = "EDGEPRESS_NO_SPIN"
 PREFILL_CHUNK = 64
 """Tokens of one step of a prefill. The graph computes every token's logits: the step bounds their memory."""
 
-_PAST, _PRESENT = "past_key_values.", "present."
-_CACHE_TYPES = {"tensor(float)": np.float32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
+_CACHE_TYPES: Mapping[str, type[np.generic]] = MappingProxyType(
+    {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
+)
 """ONNX Runtime's word for the type of a cache -> numpy's; uint8 holds two numbers of 4 bits."""
+_PAST, _PRESENT = "past_key_values.", "present."
 
 
 class OrtRuntime:

@@ -70,7 +70,7 @@ class GgufExporter:
 
         return check_tokenizer(folder, vocab_size)
 
-    def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
+    def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
         """None: llama.cpp rounds the inputs of every quantised layer to 8 bits."""
         return []
 

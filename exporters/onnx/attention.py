@@ -11,7 +11,7 @@ from compress.models.topology import DecoderSpec, rope_frequencies
 from compress.session import CompressedModel
 from exporters.onnx.layers import LayerWriter
 from exporters.onnx.limits import context_length
-from exporters.onnx.writer import FLOAT, INT8, MICROSOFT, UINT8, Dims, GraphWriter
+from exporters.onnx.writer import INT8, MICROSOFT, UINT8, Dims, GraphWriter
 
 PAST = "past_key_values.{index}.{part}"
 PRESENT = "present.{index}.{part}"
@@ -28,10 +28,10 @@ class _Tables(NamedTuple):
     pairs: int
 
 
-def _stored(kv: KVScales | None, head_dim: int) -> tuple[int, int]:
+def _stored(kv: KVScales | None, head_dim: int, float_type: int) -> tuple[int, int]:
     """Type of the cache, and numbers of it for one head of one token: two of 4 bits share a byte."""
     if kv is None:
-        return FLOAT, head_dim
+        return float_type, head_dim
     return (INT8, head_dim) if kv.scheme.bits == 8 else (UINT8, head_dim // 2)
 
 
@@ -44,7 +44,7 @@ def _quantised(kv: KVScales | None) -> dict[str, Any]:
 
 
 class AttentionWriter:
-    """Adds attention to a graph. Rows of the batch must lie in it without gaps, as :func:`exporters.onnx.rows.pack_rows` leaves them."""
+    """Adds attention to a graph. Its rows have their new tokens first: see :mod:`exporters.onnx.rows`."""
 
     def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, layers: LayerWriter) -> None:
         self._model = model
@@ -55,7 +55,7 @@ class AttentionWriter:
         self._positions: str | None = None
 
     def write(self, index: int, hidden: str) -> str:
-        """Attention of block ``index`` over ``hidden`` fp32 [batch, sequence, hidden], after the output layer."""
+        """Attention of block ``index`` over ``hidden`` [batch, sequence, hidden], after the output layer."""
         spec, writer = self._spec, self._writer
         widths = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
         widths = {role: heads * spec.head_dim for role, heads in widths.items()}
@@ -67,7 +67,7 @@ class AttentionWriter:
             heads |= {role: self._rotate(heads[role], widths[role], tables) for role in "qk"}
         block = spec.family.block.format(index=index)
         kv, kind, past, present = self._model.kv(block), spec.attentions[index], [], []
-        dtype, size = _stored(kv, spec.head_dim)
+        dtype, size = _stored(kv, spec.head_dim, writer.float_type)
         for part in ("key", "value"):
             name = PRESENT.format(index=index, part=part)
             dims: Dims = ["batch_size", spec.kv_heads, "past_sequence_length", size]
@@ -113,7 +113,7 @@ class AttentionWriter:
         return writer.node("Reshape", [self._layers.norm(norm, apart), writer.constant([0, 0, -1])], f"{norm}.joined")
 
     def _rotary_tables(self, index: int) -> _Tables | None:
-        """Tables fp32 [positions, pairs], in the arithmetic of transformers; None where a block has no positions.
+        """Tables [positions, pairs], made in the arithmetic of transformers; None where a block has no positions.
 
         Blocks that rotate alike share theirs.
         """
@@ -126,7 +126,7 @@ class AttentionWriter:
             positions = torch.arange(context_length(self._spec), dtype=torch.float32)
             angles = torch.outer(positions, torch.tensor(frequencies, dtype=torch.float32))
             cos, sin = ((table * factor).numpy() for table in (angles.cos(), angles.sin()))
-            names = [self._writer.tensor(f"rotary.{number}.{kind}", t) for kind, t in (("cos", cos), ("sin", sin))]
+            names = [self._writer.floats(f"rotary.{number}.{kind}", t) for kind, t in (("cos", cos), ("sin", sin))]
             self._tables[key] = _Tables(names[0], names[1], len(frequencies))
         return self._tables[key]
 

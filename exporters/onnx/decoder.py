@@ -21,15 +21,15 @@ CONTEXT_LENGTH = "context_length"
 """Property of the model file: the longest sequence that its rotary tables serve."""
 
 
-def write_decoder(model: CompressedModel, spec: DecoderSpec, path: Path, accuracy_level: int) -> None:
+def write_decoder(model: CompressedModel, spec: DecoderSpec, path: Path, accuracy_level: int, float_type: str) -> None:
     """Write ``path`` and its data file, layer by layer. OSError passes through."""
-    with GraphWriter(path) as writer:
+    with GraphWriter(path, float_type) as writer:
         _Decoder(model, spec, writer, accuracy_level).build()
         writer.save({CONTEXT_LENGTH: str(context_length(spec)), "base_model": model.name})
 
 
 class _Decoder:
-    """One graph under construction. Methods return names of values; hidden states: fp32 [batch, sequence, hidden]."""
+    """One graph under construction. Methods return names of values; hidden states are [batch, sequence, hidden]."""
 
     def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, accuracy_level: int) -> None:
         self._spec = spec
@@ -78,14 +78,17 @@ class _Decoder:
         return self._writer.node("Mul", [value, self._writer.constant(float(factor))], f"{value}.scaled")
 
     def _head(self, hidden: str) -> None:
-        spec, cap = self._spec, self._spec.scaling.logits_cap
-        self._writer.output("logits", FLOAT, ["batch_size", "sequence_length", spec.vocab_size])
-        output = "logits" if cap is None else "uncapped_logits"
+        """Logits, which are fp32 whatever the graph computes in."""
+        spec, cap, writer = self._spec, self._spec.scaling.logits_cap, self._writer
+        writer.output("logits", FLOAT, ["batch_size", "sequence_length", spec.vocab_size])
+        output = "logits" if cap is None and writer.float_type == FLOAT else "head_outputs"
         if spec.tied:
             self._layers.tied_head(spec.family.embedding, spec.family.head, hidden, output)
         else:
             self._layers.linear(spec.family.head, hidden, output)
         if cap is not None:
-            writer, limit = self._writer, self._writer.constant(float(cap))
-            squashed = writer.node("Tanh", [writer.node("Div", [output, limit], "logits_in_caps")], "squashed_logits")
-            writer.node("Mul", [squashed, limit], "logits")
+            limit = writer.constant(float(cap))
+            squashed = writer.node("Tanh", [writer.node("Div", [output, limit], "head_in_caps")], "head_squashed")
+            output = writer.node("Mul", [squashed, limit], "head_capped")
+        if output != "logits":
+            writer.node("Cast", [output], "logits", to=FLOAT)

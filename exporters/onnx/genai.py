@@ -49,7 +49,8 @@ def genai_config(spec: DecoderSpec, entry: str, eos_token_ids: list[int]) -> dic
         tokens["pad_token_id"] = eos_token_ids[0] if spec.pad_token_id is None else spec.pad_token_id
     return {
         "model": {
-            "type": "llama",
+            # Any family: the graph says what it computes. Types of that name would bring habits of their own.
+            "type": "decoder",
             "context_length": context_length(spec),
             "vocab_size": spec.vocab_size,
             **{name: value for name, value in tokens.items() if value is not None},

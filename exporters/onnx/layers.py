@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from compress.models.topology import DecoderSpec
 from compress.session import CompressedModel
 from exporters.onnx.layout import to_blocks, to_codebook_blocks
-from exporters.onnx.writer import FLOAT, MICROSOFT, GraphWriter
+from exporters.onnx.writer import FLOAT16, MICROSOFT, GraphWriter
 
 _QUANT_TYPES = {"nf4": 1}
 """Codebook -> ``quant_type`` of MatMulBnb4."""
@@ -48,11 +51,11 @@ class LayerWriter:
             return self._matmul_bnb4(layer, value, output, bias)
         if scheme is not None:
             return self._matmul_nbits(self._store(layer), layer, value, output, bias)
-        weight = self._writer.tensor(f"{layer}.weight", self._model.weight(layer).numpy().T)
+        weight = self._writer.floats(f"{layer}.weight", self._model.weight(layer).numpy().T)
         return self._matmul(layer, [value, weight], output, bias)
 
     def roles(self, index: int, widths: Mapping[str, int], value: str) -> dict[str, str]:
-        """Role -> output of its layer in block ``index``, or of its rows of a fused one; ``widths`` are in their order."""
+        """Role -> output of its layer in block ``index``, or its part of a fused one's; ``widths`` in their order."""
         spec, roles = self._spec, list(widths)
         for fused, parts in spec.family.fused.items():
             if list(parts) == roles:
@@ -84,12 +87,12 @@ class LayerWriter:
 
     def _norm_weight(self, norm: str, gain: float) -> str:
         weight = self._model.dense(f"{norm}.weight").float() + self._spec.family.norm_offset
-        return self._writer.tensor(f"{norm}.weight", (weight * gain).numpy())
+        return self._writer.floats(f"{norm}.weight", (weight * gain).numpy())
 
     def embedding(self, layer: str, input_ids: str) -> str:
-        """Rows of the embedding, fp32 [batch, sequence, hidden]."""
+        """Rows of the embedding [batch, sequence, hidden]."""
         if layer not in self._model.schemes:
-            weight = self._writer.tensor(f"{layer}.weight", self._model.weight(layer).numpy())
+            weight = self._writer.floats(f"{layer}.weight", self._model.weight(layer).numpy())
             return self._writer.node("Gather", [weight, input_ids], layer)
         stored = self._embeddings[layer] = self._store(layer, flat=True)
         rows = self._writer.node(
@@ -120,7 +123,7 @@ class LayerWriter:
         name = f"{layer}.bias"
         if not self._model.has_dense(name):
             return None
-        return self._writer.tensor(name, self._model.dense(name).float().numpy())
+        return self._writer.floats(name, self._model.dense(name).float().numpy())
 
     def _matmul(self, layer: str, inputs: list[str], output: str, bias: str | None) -> str:
         product = self._writer.node("MatMul", inputs, layer, [output if bias is None else f"{layer}.product"])
@@ -134,10 +137,9 @@ class LayerWriter:
         weight = self._model.quantized(layer)
         packed = to_codebook_blocks(layer, weight)
         codes = self._writer.tensor(f"{layer}.codes", packed.codes)
-        half = self._writer.tensor(f"{layer}.scales", packed.scales)
         product = self._writer.node(
             "MatMulBnb4",
-            [value, codes, self._writer.node("Cast", [half], f"{layer}.scales.fp32", to=FLOAT)],
+            [value, codes, self._scales(layer, packed.scales)],
             layer,
             [output if bias is None else f"{layer}.product"],
             domain=MICROSOFT,
@@ -180,16 +182,15 @@ class LayerWriter:
         return self._writer.node("Reshape", [stored.codes, shape], f"{layer}.blocks")
 
     def _store(self, layer: str, flat: bool = False) -> _Stored:
-        """Write the tensors of a quantised layer. Scales lie in fp16; both operators want them in fp32."""
+        """Write the tensors of a quantised layer."""
         weight = self._model.quantized(layer)
         rows, columns = weight.shape
         packed = to_blocks(layer, weight)
         codes = packed.codes.reshape(rows, -1) if flat else packed.codes
         zero_points = packed.zero_points
-        half = self._writer.tensor(f"{layer}.scales", packed.scales)
         return _Stored(
             codes=self._writer.tensor(f"{layer}.codes", codes),
-            scales=self._writer.node("Cast", [half], f"{layer}.scales.fp32", to=FLOAT),
+            scales=self._scales(layer, packed.scales),
             zero_points=None if zero_points is None else self._writer.tensor(f"{layer}.zero_points", zero_points),
             rows=rows,
             columns=columns,
@@ -197,3 +198,8 @@ class LayerWriter:
             bits=weight.scheme.bits,
             flat=flat,
         )
+
+    def _scales(self, layer: str, scales: NDArray[np.float16]) -> str:
+        """Scales lie in fp16; operators want them in the type of their inputs."""
+        half, kind = self._writer.tensor(f"{layer}.scales", scales), self._writer.float_type
+        return half if kind == FLOAT16 else self._writer.node("Cast", [half], f"{layer}.scales.cast", to=kind)

@@ -19,6 +19,11 @@ MIN_BLOCK = 16
 INT8_ACTIVATIONS = 4
 """``accuracy_level`` of MatMulNBits that rounds the activations to 8 bits; 0 leaves them in fp32."""
 
+FLOAT_BITS: Mapping[str, int] = MappingProxyType({"f32": 32, "f16": 16})
+"""``float_type`` -> bits of a number."""
+PARITY_KLD: Mapping[str, float] = MappingProxyType({"f32": 1e-5, "f16": 8e-3})
+"""``float_type`` -> highest mean KLD (nats) of a file that computes what it should."""
+
 _CODEBOOK_BLOCKS = (256, 128, 64, 32, 16)
 """What MatMulBnb4 takes. Its blocks run on from row to row: only blocks that divide the width keep rows apart."""
 _CHANNEL_BLOCKS = (256, 128, 64, 32)
@@ -89,9 +94,11 @@ def _codebook_complaint(scheme: QuantScheme, columns: int, gathered: bool) -> st
     return None
 
 
-def stored_bits(scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
+def stored_bits(scheme: QuantScheme | None, shape: tuple[int, int], float_type: str) -> int:
     """Bits of a linear layer in the file; of a scheme that cannot be held, what a compact file holds."""
-    if scheme is None or layer_complaint(scheme, shape[1], accuracy_level=0) is not None:
+    if scheme is None:
+        return shape[0] * shape[1] * FLOAT_BITS[float_type]
+    if layer_complaint(scheme, shape[1], accuracy_level=0) is not None:
         return compact_bits(scheme, shape)
     return 8 * shape[0] * row_bytes(scheme, shape[1], block_size(scheme, shape[1]))
 
@@ -131,7 +138,18 @@ def context_length(spec: DecoderSpec) -> int:
     Beyond its original positions longrope turns all tokens by other frequencies, those in the cache too: no graph does.
     """
     long = [rope["original_max_position_embeddings"] for rope in _ropes(spec) if rope.get("rope_type") == _LONGROPE]
-    return min([spec.max_positions, *long])
+    return min(spec.max_positions, *map(int, long)) if long else spec.max_positions
+
+
+def context_remarks(spec: DecoderSpec) -> list[str]:
+    """A context that ends before the model's positions do."""
+    length = context_length(spec)
+    if length == spec.max_positions:
+        return []
+    return [
+        f"the file takes {length} tokens of the model's {spec.max_positions}: beyond its original positions "
+        f"{_LONGROPE} turns every token by other frequencies, those in the cache too, which no graph can do"
+    ]
 
 
 def complaints(

@@ -71,7 +71,7 @@ class _Graph:
     def weight(self, layer: _Layer) -> NDArray[np.float32]:
         """float32 [out, in]: ``(code - zero point) * scale``, or the stored numbers themselves."""
         if layer.scheme is None:
-            stored: NDArray[np.float32] = self.array(layer.tensors["weight"])
+            stored: NDArray[np.float32] = self.array(layer.tensors["weight"]).astype(np.float32)
             return stored.T if layer.transposed else stored
         rows, columns = layer.shape
         if layer.scheme.codebook is not None:

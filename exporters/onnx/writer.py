@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from compress import __version__
+from compress.errors import CompressError
 
 MICROSOFT = "com.microsoft"
 _OPSETS = (("", 21), (MICROSOFT, 1))
@@ -33,7 +34,10 @@ class GraphWriter:
     Appending to an existing data file would keep the old tensors in it, referenced by nothing (onnx/onnx #6655).
     """
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, float_type: str) -> None:
+        self.float_type: int = _FLOAT_TYPES[float_type]
+        """ONNX's number of the type of hidden states, norms, cache and whatever else is no integer."""
+        self._dtype = helper.tensor_dtype_to_np_dtype(self.float_type)
         self._model = model
         self._data: BinaryIO = model.with_name(f"{model.name}.data").open("xb")
         self._nodes: list[Any] = []
@@ -93,10 +97,19 @@ class GraphWriter:
         self._initializers.append(proto)
         return name
 
+    def floats(self, name: str, array: NDArray[np.float32]) -> str:
+        """An initializer in the graph's type; CompressError where a number is too large for it."""
+        with np.errstate(over="ignore"):
+            stored = array.astype(self._dtype)
+        lost = int((~np.isfinite(stored)).sum())
+        if lost:
+            raise CompressError(f"{lost} of {array.size} numbers are too large for {self._dtype}", where=name)
+        return self.tensor(name, stored)
+
     def constant(self, values: Sequence[int] | int | float) -> str:
-        """A small constant, int64 or (a float) float32; the same one for the same values."""
+        """A small constant, int64 or (a float) in the graph's type; the same one for the same values."""
         array = np.array(values)
-        array = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
+        array = array.astype(self._dtype if array.dtype.kind == "f" else np.int64)
         name = f"{array.dtype} {array.tolist()}"
         if name not in self._constants:
             self._constants.add(name)
@@ -119,6 +132,8 @@ class GraphWriter:
 
 
 FLOAT: int = onnx.TensorProto.FLOAT
+FLOAT16: int = onnx.TensorProto.FLOAT16
+_FLOAT_TYPES = {"f32": FLOAT, "f16": FLOAT16}
 INT64: int = onnx.TensorProto.INT64
 INT32: int = onnx.TensorProto.INT32
 INT8: int = onnx.TensorProto.INT8
