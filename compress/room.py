@@ -20,7 +20,7 @@ from compress.scheme import QuantScheme
 from compress.units import size
 
 SOLVE_COPIES = 3
-"""Float64 matrices of a layer's columns that a solve takes at a time: what is factorised, its factor, half of each beside."""
+"""Float64 matrices of a layer's columns that a solve takes at a time: what is factorised, its factor, parts of it."""
 
 
 def check_room(prepared: Prepared, plan: Mapping[str, QuantScheme], folder: Path) -> dict[str, int]:
