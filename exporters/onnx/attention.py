@@ -10,6 +10,7 @@ from compress.models.topology import DecoderSpec, rope_frequencies
 from compress.session import CompressedModel
 from exporters.onnx.layers import LayerWriter
 from exporters.onnx.limits import context_length
+from exporters.onnx.rows import pack_rows, unpack_rows
 from exporters.onnx.writer import MICROSOFT, Dims, GraphWriter
 
 PAST = "past_key_values.{index}.{part}"
@@ -19,7 +20,7 @@ _ROTATED_MULTIPLE = 16
 """GroupQueryAttention itself rotates heads of which all and the rotated part are multiples of this."""
 
 
-class _Tables(NamedTuple):
+class RotaryTables(NamedTuple):
     """Names of two tables [positions, pairs], and how many pairs of each head they rotate."""
 
     cos: str
@@ -35,7 +36,7 @@ class AttentionWriter:
         self._spec = spec
         self._writer = writer
         self._layers = layers
-        self._tables: dict[tuple[tuple[float, ...], float], _Tables] = {}
+        self._tables: dict[tuple[tuple[float, ...], float], RotaryTables] = {}
         self._positions: str | None = None
 
     def write(self, index: int, hidden: str) -> str:
@@ -46,22 +47,37 @@ class AttentionWriter:
         projected = self._layers.roles(index, widths, hidden)
         heads = {role: self._head_norm(index, role, value) for role, value in projected.items()}
         tables = self._rotary_tables(index)
-        inside = tables is not None and self._rotates_inside(tables)
-        if tables is not None and not inside:
+        if tables is not None and not self._rotates_inside(tables):
             heads |= {role: self._rotate(heads[role], widths[role], tables) for role in "qk"}
-        kind, past, present = spec.attentions[index], [], []
+        past, present = [], []
         for part in ("key", "value"):
             name = PRESENT.format(index=index, part=part)
             dims: Dims = ["batch_size", spec.kv_heads, "past_sequence_length", spec.head_dim]
             past.append(writer.input(PAST.format(index=index, part=part), writer.float_type, dims))
             writer.output(name, writer.float_type, [*dims[:2], "total_sequence_length", spec.head_dim])
             present.append(name)
+        return self._layers.linear(spec.linear(index, "o"), self._mix(index, heads, past, present, tables))
+
+    def prepare(self, input_ids: str, attention_mask: str) -> str:
+        """What attention needs to know of the batch; tokens int64 [batch, sequence] for the embedding."""
+        return pack_rows(self._writer, input_ids, attention_mask)
+
+    def finish(self, hidden: str) -> str:
+        """Hidden states for the head, in the columns of the input."""
+        return unpack_rows(self._writer, hidden)
+
+    def _mix(
+        self, index: int, heads: dict[str, str], past: list[str], present: list[str], tables: RotaryTables | None
+    ) -> str:
+        """Values [batch, sequence, heads * head_dim] as heads mix them; the cache goes from ``past`` to ``present``."""
+        spec, kind = self._spec, self._spec.attentions[index]
+        inside = tables is not None and self._rotates_inside(tables)
         attention = f"{spec.family.block.format(index=index)}.attention"
         lengths = ["seqlens_k", "total_sequence_length"]
         rotary = [tables.cos, tables.sin] if tables is not None and inside else ["", ""]
         # In between: position_ids, attention_bias, head_sink, and what only other caches and devices read.
         unused = [""] * 7
-        mixed = writer.node(
+        return self._writer.node(
             "GroupQueryAttention",
             [*(heads[role] for role in "qkv"), *past, *lengths, *rotary, *unused, "query_seqlens"],
             attention,
@@ -74,7 +90,6 @@ class AttentionWriter:
             softcap=spec.scaling.attention_cap or 0.0,
             local_window_size=kind.window or -1,
         )
-        return self._layers.linear(spec.linear(index, "o"), mixed)
 
     def _head_norm(self, index: int, role: str, projection: str) -> str:
         """The norm of queries or keys, over each head or over all of them, where the family has one."""
@@ -87,7 +102,7 @@ class AttentionWriter:
         apart = writer.node("Reshape", [projection, writer.constant([0, 0, -1, spec.head_dim])], f"{norm}.heads")
         return writer.node("Reshape", [self._layers.norm(norm, apart), writer.constant([0, 0, -1])], f"{norm}.joined")
 
-    def _rotary_tables(self, index: int) -> _Tables | None:
+    def _rotary_tables(self, index: int) -> RotaryTables | None:
         """Tables [positions, pairs], made in the arithmetic of transformers; None where a block has no positions.
 
         Blocks that rotate alike share theirs.
@@ -102,13 +117,13 @@ class AttentionWriter:
             angles = torch.outer(positions, torch.tensor(frequencies, dtype=torch.float32))
             cos, sin = ((table * factor).numpy() for table in (angles.cos(), angles.sin()))
             names = [self._writer.floats(f"rotary.{number}.{kind}", t) for kind, t in (("cos", cos), ("sin", sin))]
-            self._tables[key] = _Tables(names[0], names[1], len(frequencies))
+            self._tables[key] = RotaryTables(names[0], names[1], len(frequencies))
         return self._tables[key]
 
-    def _rotates_inside(self, tables: _Tables) -> bool:
+    def _rotates_inside(self, tables: RotaryTables) -> bool:
         return self._spec.head_dim % _ROTATED_MULTIPLE == 0 and 2 * tables.pairs % _ROTATED_MULTIPLE == 0
 
-    def _rotate(self, projection: str, width: int, tables: _Tables) -> str:
+    def _rotate(self, projection: str, width: int, tables: RotaryTables) -> str:
         """Rotary positions on [batch, sequence, heads * head_dim]."""
         spec = self._spec
         partial = 2 * tables.pairs != spec.head_dim
