@@ -26,7 +26,7 @@ from exporters.onnx.layout import to_columns
 from tests.compress.families import VARIANTS, saved, tokens_of
 from tests.compress.runs import sentences
 from tests.exporters.test_onnx_families import CLOSE, LENGTH, check_padded_rows, torch_logits
-from tests.support import naive_round, rounded_model, tiny_tokenizer
+from tests.support import mean_kld, naive_round, rounded_model, tiny_tokenizer
 
 EXPORTER = OnnxExporter(dialect="standard")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -86,6 +86,17 @@ def test_padded_rows_are_as_if_alone(variant: str, tmp_path: Path) -> None:
     options.intra_op_num_threads = 1
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     check_padded_rows(model, onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx", options))
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "qwen2 with a window"])
+def test_half_precision_stays_close(variant: str, tmp_path: Path) -> None:
+    half = OnnxExporter(float_type="f16", dialect="standard")
+    model, tokens = written(variant, tmp_path, exporter=half), tokens_of(1, LENGTH)
+    runtime = OrtRuntime(spin=False, chunk=9, exact=True)
+    runtime.load(tmp_path / "out" / "model.onnx", threads=1, context=LENGTH)
+    found = torch.from_numpy(runtime.prefill(tokens[0].numpy(), all_logits=True))
+    assert 0 < mean_kld(torch_logits(model, tokens)[0], found) < half.parity_kld
+    assert not [row.name for row in half.inspect(find_artifact(tmp_path / "out")) if row.type == "float32"]
 
 
 @pytest.mark.parametrize("scheme", ["int4-g32", "int4-g32-asym", "int8-g64", "int8-channel-asym"])
