@@ -55,7 +55,7 @@ class StandardLayers(LayerWriter):
             name: writer.node("Transpose", [value], f"{layer}.{name}.row", perm=[1, 2, 0])
             for name, value in parts.items()
         }
-        for name in rows.keys() - {"scale"}:
+        for name in [name for name in rows if name != "scale"]:
             rows[name] = writer.node("Cast", [rows[name]], f"{layer}.{name}.float", to=writer.float_type)
         shape = writer.constant([0, 0, -1, stored.block])
         blocks = writer.node("Reshape", [rows["codes"], shape], f"{layer}.blocks")
