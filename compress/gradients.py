@@ -11,22 +11,26 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from compress.models.decoder import Decoder, States
     from compress.session import Session
 
 Back = Callable[[], None]
 
 
-def sweep_back(session: Session, samples: int, label: str) -> Iterator[tuple[int, nn.Module, Back]]:
+HEAD, EMBEDDING = -1, -2
+"""What stands for the number of a block where :func:`sweep_back` hands over the head or the embedding."""
+
+
+def sweep_back(session: Session, samples: int, label: str, ends: bool = False) -> Iterator[tuple[int, nn.Module, Back]]:
     """(index, block, what takes the loss gradient back through it), last block first, on the first ``samples`` windows.
 
     Call the third before going on: it runs the block forward and back, window by window, so gradients reach whatever
     was set to require them, or hooked, in the block. Padding has no loss, and no token before it looks at it: its
-    gradients are zero. ``label`` is what the progress bar says.
+    gradients are zero. ``label`` is what the progress bar says. With ``ends`` the head comes before the blocks and the
+    embedding after them, under the numbers HEAD and EMBEDDING.
     """
     decoder, tokens = session.decoder, session.tokens[:samples]
     layers = decoder.spec.layers
@@ -39,13 +43,22 @@ def sweep_back(session: Session, samples: int, label: str) -> Iterator[tuple[int
                 decoder.run_block_into(index, module, entering[-2], entering[-1])
             advance(1)
         gradient = entering.pop()
-        _head_gradient(session, gradient)
+        with decoder.head() as head:
+            back = partial(_head_gradient, session, head, gradient)
+            if ends:
+                yield HEAD, decoder.output, back
+            else:
+                back()
         for index in reversed(range(layers)):
             inputs = entering.pop()
             with decoder.block(index) as module:
                 yield index, module, partial(_back, decoder, index, module, inputs, gradient)
             inputs.close()
             advance(1)
+        if ends:
+            weight = decoder.parameter(f"{decoder.spec.family.embedding}.weight")
+            module = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
+            yield EMBEDDING, module, partial(_embedding_gradient, decoder, module, tokens, gradient)
         gradient.close()
 
 
@@ -59,19 +72,26 @@ def _back(decoder: Decoder, index: int, module: nn.Module, inputs: States, gradi
         gradient[here] = entered.grad
 
 
-def _head_gradient(session: Session, hidden: States) -> None:
+def _embedding_gradient(decoder: Decoder, module: nn.Module, tokens: Tensor, gradient: States) -> None:
+    """Take ``gradient`` by what enters the first block back to the embedding's rows."""
+    for window in range(len(tokens)):
+        here = slice(window, window + 1)
+        torch.autograd.backward(module(tokens[here]) * decoder.spec.scaling.embedding, gradient[here])
+
+
+def _head_gradient(session: Session, head: Callable[[Tensor], Tensor], hidden: States) -> None:
     """The last block's outputs ``hidden`` [windows, length, hidden] become the loss gradient by them.
 
     Tokens are drawn with the seed.
     """
     generator = torch.Generator().manual_seed(session.seed)
-    with session.decoder.head() as head:
-        for window in range(len(hidden)):
-            here = slice(window, window + 1)
-            leaving = hidden[here].detach().requires_grad_(True)
-            log_p = torch.log_softmax(head(leaving)[0], -1)
-            if session.real is not None:
-                log_p = log_p[session.real[window]]
-            drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
-            loss = -log_p.gather(1, drawn).sum()
-            (hidden[here],) = torch.autograd.grad(loss, [leaving])
+    for window in range(len(hidden)):
+        here = slice(window, window + 1)
+        leaving = hidden[here].detach().requires_grad_(True)
+        log_p = torch.log_softmax(head(leaving)[0], -1)
+        if session.real is not None:
+            log_p = log_p[session.real[window]]
+        drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+        torch.autograd.backward(-log_p.gather(1, drawn).sum())
+        assert leaving.grad is not None
+        hidden[here] = leaving.grad

@@ -114,7 +114,9 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     checkpoint, rewrites = rewrite(original, steps)
     spec = describe(checkpoint.config, checkpoint.folder / "config.json")
     shapes = layer_shapes(checkpoint, spec)
-    pinned: dict[str, QuantScheme | None] = {**dict.fromkeys(spec.ends, INT8_G32), **recipe.pinned(list(shapes))}
+    planned = any(step.value.scope == "model" and step.value.plans_ends for step in steps)
+    ends: dict[str, QuantScheme | None] = {} if planned else dict.fromkeys(spec.ends, INT8_G32)
+    pinned = {**ends, **recipe.pinned(list(shapes))}
     prepared = Prepared(recipe, original, checkpoint, rewrites, spec, shapes, pinned, steps, threads)
     session = prepared.session(Path(), torch.zeros(0, 1, dtype=torch.int64), no_progress)
     complaints = [*_missing_runtimes(recipe), *_too_long(recipe, spec)]

@@ -32,6 +32,11 @@ class Planner(Protocol):
     reads: ClassVar[frozenset[Resource]]
     writes: ClassVar[frozenset[Resource]]
 
+    @property
+    def plans_ends(self) -> bool:
+        """Whether it plans the embedding and the head too, which otherwise are pinned to 8 bits."""
+        ...
+
     def check(self, session: Session) -> Sequence[str]:
         """Complaints about this model, one an offender, before any work; empty when all is well."""
         ...

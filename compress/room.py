@@ -19,8 +19,8 @@ from compress.recipe import Evaluate
 from compress.scheme import QuantScheme
 from compress.units import size
 
-SOLVE_COPIES = 4
-"""Float64 matrices of a layer's columns that a solve holds at a time: what is factorised, factors, an inverse."""
+SOLVE_COPIES = 3
+"""Float64 matrices of a layer's columns that a solve takes at a time: what is factorised, its factor, parts of it."""
 
 
 def check_room(prepared: Prepared, plan: Mapping[str, QuantScheme], folder: Path) -> dict[str, int]:

@@ -273,6 +273,12 @@ class Decoder:
         with self._swapped([_Replay(self._blocks[0], hidden)]), self._one_layer():
             return model(input_ids=ids, use_cache=False)
 
+    @property
+    def output(self) -> nn.Module:
+        """The head's linear layer; its weight is in memory while :meth:`head` lasts. A tied one is the embedding's."""
+        head: nn.Module = self._model.get_submodule(self.spec.family.head)
+        return head
+
     @contextmanager
     def head(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """A function from hidden states [samples, length, hidden] to logits [samples, length, vocab]."""

@@ -121,6 +121,7 @@ class Gptq:
         rows = torch.cat([block.weights[layer] for layer in layers])
         plain = round_to_nearest(rows, scheme, stats.importance, layer=", ".join(layers))
         solved = quantize_with_feedback(rows, scheme, upper, groups, stats.importance)
+        del upper
         solved = descend(rows * (stats.importance > 0), solved, hessian, self.sweeps)
         dead = int((stats.importance == 0).sum())
         records, start = [], 0
@@ -181,17 +182,17 @@ def factorise(
         )
     diagonal.mul_(1 + shrinkage)
     diagonal[dead] = mean
-    # With rows and columns from last to first, a lower factor of H is an upper one, and its inverse is U.
-    backwards = hessian[order.flip(0)][:, order.flip(0)].to(torch.float64)
-    used = damping
+    # With rows and columns from last to first, a lower factor of H is an upper one, and its inverse is U. Matrices of
+    # a wide layer are large: no more of them are in memory at a time than it takes.
+    backwards = order.flip(0)
+    matrix = hessian[backwards[:, None], backwards].to(torch.float64)
+    undamped, used = matrix.diagonal().clone(), damping
     while True:
-        damped = backwards.clone()
-        damped.diagonal().add_(used * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        matrix.diagonal().copy_(undamped + used * mean)
+        lower, failed = torch.linalg.cholesky_ex(matrix)
         # A factor of a near-singular matrix may come out, and be useless: its smallest pivot says so.
         if not failed and float(lower.diagonal().min()) > 1e-7 * float(lower.diagonal().max()):
-            hessian.diagonal().add_(used * mean)
-            return hessian, inverse_of_upper(lower.flip(0, 1)).to(torch.float32), used
+            break
         if damping == 0 or used * DAMPING_STEP > DAMPING_MAX:
             raise InputError(
                 f"the Hessian is not positive definite with damping {used:g}: "
@@ -201,22 +202,27 @@ def factorise(
             )
         # Without the last digits' noise, since reports show it.
         used = float(f"{used * DAMPING_STEP:.12g}")
+    del matrix
+    invert_lower(lower)
+    inverse = lower.to(torch.float32)
+    del lower
+    hessian.diagonal().add_(used * mean)
+    return hessian, inverse.flip(0, 1), used
 
 
-def inverse_of_upper(upper: Tensor) -> Tensor:
-    """Inverse of an upper triangular matrix, half by half: products of matrices where a solve would go by columns."""
+def invert_lower(matrix: Tensor) -> None:
+    """Invert a lower triangular matrix in its place, half by half: products where a solve would go by columns."""
     import torch
 
-    size = len(upper)
+    size = len(matrix)
     if size <= COLUMNS_AT_ONCE:
-        solved: Tensor = torch.linalg.solve_triangular(upper, torch.eye(size, dtype=upper.dtype), upper=True)
-        return solved
+        matrix.copy_(torch.linalg.solve_triangular(matrix, torch.eye(size, dtype=matrix.dtype), upper=False))
+        return
     half = size // 2
-    inverse = torch.zeros_like(upper)
-    inverse[:half, :half] = inverse_of_upper(upper[:half, :half])
-    inverse[half:, half:] = inverse_of_upper(upper[half:, half:])
-    inverse[:half, half:] = -(inverse[:half, :half] @ upper[:half, half:]) @ inverse[half:, half:]
-    return inverse
+    left, right, corner = matrix[:half, :half], matrix[half:, half:], matrix[half:, :half]
+    invert_lower(left)
+    invert_lower(right)
+    corner.copy_(-(right @ corner) @ left)
 
 
 def quantize_with_feedback(

@@ -37,6 +37,7 @@ class Guided:
     scope: ClassVar[Literal["model"]] = "model"
     reads: ClassVar[frozenset[Resource]] = frozenset({"weights"})
     writes: ClassVar[frozenset[Resource]] = frozenset({"inputs"})
+    plans_ends: ClassVar[bool] = False
 
     def check(self, session: Session) -> Sequence[str]:
         """Nothing to complain about: every family has gradients."""

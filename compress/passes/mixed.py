@@ -13,11 +13,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from compress.fields import ByteSize, plain
 from compress.protocols import Resource
 from compress.report import LayerRecord, PassRecord
 from compress.scheme import QuantScheme
@@ -35,17 +36,19 @@ ROOM_SCALE = 1e6
 
 @dataclass(frozen=True)
 class Mixed:
-    """Choose one of ``choices`` for each layer, so that the average stays at or under ``target_bits``.
+    """Choose one of ``choices`` for each layer, so that together they take no more than a target.
 
-    The average is over the linear layers of the decoder blocks (the embedding and the head are pinned apart): what the
-    recipe's artifacts hold for them, codes, scales and zero points, those pinned or left in floating point too. Of
-    several artifacts the one counts that takes most for a layer.
+    Either ``target_bits``, the average over the linear layers of the decoder blocks (the embedding and the head are
+    pinned apart); or ``target_size``, bytes of all matrices: then the embedding and the head are chosen for as well.
+    What counts is what the recipe's artifacts hold, codes, scales and zero points, layers that are pinned or left in
+    floating point too. Of several artifacts the one counts that takes most for a layer.
     ``samples`` calibration windows are used to measure sensitivity.
     """
 
-    target_bits: float
+    target_bits: float | None = None
     choices: tuple[QuantScheme, ...] = (QuantScheme(4, 32), QuantScheme(8, 32))
     samples: int = 6
+    target_size: ByteSize | None = None
 
     scope: ClassVar[Literal["model"]] = "model"
     reads: ClassVar[frozenset[Resource]] = frozenset({"weights"})
@@ -56,13 +59,20 @@ class Mixed:
             raise ValueError("choices: give at least two different schemes")
         if self.samples < 1:
             raise ValueError(f"samples: {self.samples} is not at least 1")
+        if (self.target_bits is None) == (self.target_size is None):
+            raise ValueError("target_bits: give either target_bits or target_size")
+
+    @property
+    def plans_ends(self) -> bool:
+        """Whether the embedding and the head are chosen for too."""
+        return self.target_size is not None
 
     def check(self, session: Session) -> Sequence[str]:
         """Refuse a target below what the cheapest choice needs."""
         fixed, weights = self._fixed_bits(session)
         layers = self._free(session)
         if not layers:
-            return ["mixed: the recipe fixes every linear layer: there is nothing to choose"]
+            return ["mixed: the recipe fixes every layer: there is nothing to choose"]
         # A first, cheapest plan: exporters check it before any work.
         for layer in layers:
             session.plan[layer] = min(self.choices, key=partial(_bits, session, layer))
@@ -70,10 +80,15 @@ class Mixed:
         if least <= self._budget(weights):
             return []
         # Rounded up: the number in the message must itself be reachable.
-        shown = math.ceil(Fraction(least, weights) * 1000) / 1000
+        if self.target_bits is None:
+            asked = f"mixed.target_size: {self.target_size} bytes"
+            shown = f"{-(-least // 8)}"
+        else:
+            asked = f"mixed.target_bits: {self.target_bits:g} bits a weight"
+            shown = f"{math.ceil(Fraction(least, weights) * 1000) / 1000:.3f}"
         return [
-            f"mixed.target_bits: {self.target_bits:g} bits a weight cannot be reached with "
-            f"{', '.join(map(str, self.choices))}: the least is {shown:.3f} (codes, scales, zero points, pinned layers)"
+            f"{asked} cannot be reached with {', '.join(map(str, self.choices))}: the least is {shown} "
+            "(codes, scales, zero points, pinned layers)"
         ]
 
     def candidates(self, session: Session) -> list[dict[str, QuantScheme]]:
@@ -104,12 +119,13 @@ class Mixed:
         )
         return PassRecord(
             name="mixed",
-            arguments={**asdict(self), "choices": [str(choice) for choice in self.choices]},
+            arguments=plain(self),
             seconds=time.perf_counter() - started,
             layers=records,
             summary={
-                "target_bits": self.target_bits,
+                **self._target(),
                 "achieved_bits": used / weights,
+                "achieved_bytes": -(-used // 8),
                 "windows": min(self.samples, len(session.tokens)),
                 "layers_per_scheme": {str(c): picked.count(i) for i, c in enumerate(self.choices)},
                 "predicted_kld": sum(loss[layer][choice] for layer, choice in zip(layers, picked, strict=True)),
@@ -119,18 +135,28 @@ class Mixed:
             },
         )
 
+    def _target(self) -> dict[str, float]:
+        given = {"target_bits": self.target_bits, "target_size": self.target_size}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _counted(self, session: Session) -> list[str]:
+        """The layers that the target is about."""
+        return list(session.shapes) if self.plans_ends else list(session.decoder.spec.all_linears())
+
     def _free(self, session: Session) -> list[str]:
-        linears = set(session.decoder.spec.all_linears())
-        return [layer for layer in session.free_layers() if layer in linears]
+        counted = set(self._counted(session))
+        return [layer for layer in session.free_layers() if layer in counted]
 
     def _budget(self, weights: int) -> int:
         """Bits that ``weights`` weights may take. The target is the decimal that the recipe says, not its float."""
+        if self.target_size is not None:
+            return 8 * self.target_size
         return math.floor(Fraction(str(self.target_bits)) * weights)
 
     def _fixed_bits(self, session: Session) -> tuple[int, int]:
-        """(bits of the pinned linears, weights of all linears)."""
+        """(bits of the pinned layers, weights of all layers) that the target is about."""
         fixed = weights = 0
-        for layer in session.decoder.spec.all_linears():
+        for layer in self._counted(session):
             rows, columns = session.shapes[layer]
             weights += rows * columns
             if layer in session.pinned:
@@ -215,15 +241,28 @@ def _milp(cost: NDArray[Any], size: NDArray[Any], room: int, allowed: NDArray[An
 
 
 def fisher_information(session: Session, samples: int, wanted: set[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(layer, weight, diagonal Fisher information per token), float32 [out, in], last block first.
+    """(layer, weight, diagonal Fisher information per token), float32 [out, in]: head, last block to first, embedding.
 
-    The information of a window is the square of its whole gradient.
+    The information of a window is the square of its whole gradient. A tied head and embedding are one layer, which
+    comes last: what it costs as the one is added to what it costs as the other.
     """
-    from compress.gradients import sweep_back
+    from compress.gradients import EMBEDDING, HEAD, sweep_back
 
-    decoder = session.decoder
+    decoder, spec = session.decoder, session.decoder.spec
     real = session.tokens[:samples].numel() if session.real is None else int(session.real[:samples].sum())
-    for index, module, back in sweep_back(session, samples, "sensitivity"):
+    tied: list[Tensor] = []
+    for index, module, back in sweep_back(session, samples, "sensitivity", ends=bool(wanted & set(spec.ends))):
+        if index in (HEAD, EMBEDDING):
+            layer = spec.ends[0 if index == EMBEDDING else -1]
+            weight = module.get_parameter("weight").requires_grad_(layer in wanted)
+            with _squared_gradients({layer: weight} if layer in wanted else {}, real) as fisher:
+                back()
+            weight.requires_grad_(False)
+            if layer in wanted and spec.tied and index == HEAD:
+                tied.append(fisher[layer])
+            elif layer in wanted:
+                yield layer, weight.detach(), fisher[layer] + tied.pop() if tied else fisher[layer]
+            continue
         # The experts of a block are parts of one parameter.
         places = {layer: decoder.place(index, layer) for layer in decoder.spec.block_linears(index) if layer in wanted}
         names = dict.fromkeys(place.parameter for place in places.values())

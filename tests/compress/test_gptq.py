@@ -15,6 +15,7 @@ from compress.errors import InputError
 from compress.grid import output_error, round_to_nearest
 from compress.passes.gptq import Gptq, column_groups, factorise, quantize_with_feedback
 from compress.report import LayerRecord
+from compress.runner import memory
 from compress.scheme import QuantScheme
 from compress.session import Block, Session
 from compress.store import Store
@@ -383,3 +384,14 @@ def test_negative_sweeps_are_refused() -> None:
 def test_nonsense_damping_is_refused(damping: float) -> None:
     with pytest.raises(ValueError, match="damping"):
         Gptq(damping=damping)
+
+
+def test_a_solve_holds_few_matrices() -> None:
+    """A 7B model's widest layer has Hessians of half a gigabyte: each one more shows."""
+    columns = 2048
+    stats = InputStats(columns)
+    stats.update(torch.randn(columns, columns, generator=torch.Generator().manual_seed(0)))
+    before = memory.resident().total
+    with memory.peak_of_phase() as phase:
+        factorise(stats, 0.05, 0.2, torch.arange(columns), ["layer"])
+    assert phase.peak - before < 4.5 * 8 * columns**2

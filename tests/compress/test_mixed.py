@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from compress.artifacts import inspect
+from compress.engine import run as run_recipe
+from compress.fields import ByteSize
 from compress.grid import round_to_nearest
 from compress.models.checkpoint import open_checkpoint
 from compress.models.decoder import Decoder
@@ -21,6 +28,8 @@ from compress.report import PassRecord
 from compress.scheme import FLOAT_BITS, INT8_G32, QuantScheme
 from compress.session import Session
 from compress.store import Store
+from tests.compress.families import saved, whole_model
+from tests.compress.runs import Bench
 from tests.reference.mixed import INFINITY, best_plan, fisher
 from tests.support import mean_kld, tiny_llama
 
@@ -135,6 +144,59 @@ def test_fisher_information_is_that_of_the_whole_model(tmp_path: Path, overrides
         torch.testing.assert_close(found.double(), expected[layer], rtol=1e-3, atol=1e-6 * scale)
     assert sorted(seen) == sorted(layers)
     assert not [name for name, parameter in session.decoder._model.named_parameters() if not parameter.is_meta]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_are_measured_as_the_whole_model_has_them(tmp_path: Path, tied: bool) -> None:
+    folder = tiny_llama(tmp_path / "tiny", tie_word_embeddings=tied)
+    session = session_for(folder)
+    ends = session.decoder.spec.ends
+    # Of a tied matrix its two uses are added up: as a model has them where head and embedding are equal, and two.
+    apart = _untied(folder, tmp_path / "apart") if tied else folder
+    expected = fisher(apart, session.tokens[:3], ["model.embed_tokens", "lm_head"], session.seed)
+    if tied:
+        expected = {"model.embed_tokens": sum(expected.values())}  # type: ignore[dict-item]
+    found = {layer: (weight, information) for layer, weight, information in fisher_information(session, 3, set(ends))}
+    assert set(found) == set(expected)
+    for layer, (weight, information) in found.items():
+        assert torch.equal(weight, session.decoder.parameter(f"{layer}.weight"))
+        scale = float(expected[layer].max())
+        torch.testing.assert_close(information.double(), expected[layer], rtol=1e-3, atol=1e-6 * scale)
+    assert not [name for name, parameter in session.decoder._model.named_parameters() if not parameter.is_meta]
+
+
+def test_a_scaled_embedding_is_measured_with_its_scale(tmp_path: Path) -> None:
+    folder = saved("gemma", tmp_path / "gemma")
+    checkpoint = open_checkpoint(folder)
+    session = session_for(folder)
+    ((_, _, information),) = fisher_information(session, 2, {"model.embed_tokens"})
+    model = whole_model(folder)
+    tokens, used = session.tokens[:2], torch.zeros(checkpoint.shape("model.embed_tokens.weight"), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(session.seed)
+    for window in tokens:
+        rows = model.get_input_embeddings().weight.detach().clone().requires_grad_(True)
+        head = rows.detach().clone().requires_grad_(True)
+        hidden = model.model(inputs_embeds=rows[window][None] * session.decoder.spec.scaling.embedding)
+        logits = hidden.last_hidden_state[0] @ head.T
+        log_p = torch.log_softmax(logits, -1)
+        drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+        (-log_p.gather(1, drawn).sum()).backward()  # type: ignore[no-untyped-call]
+        assert rows.grad is not None
+        assert head.grad is not None
+        used += rows.grad.double().square() + head.grad.double().square()
+    used /= tokens.numel()
+    torch.testing.assert_close(information.double(), used, rtol=1e-3, atol=1e-6 * float(used.max()))
+
+
+def _untied(folder: Path, out: Path) -> Path:
+    """The same model with a head of its own."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = load_file(out / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def test_only_wanted_layers_are_measured(folder: Path) -> None:
@@ -262,6 +324,44 @@ def test_pinned_layers_keep_their_schemes_and_count(folder: Path) -> None:
     assert record.summary["achieved_bits"] <= 7.5
     for end in session.decoder.spec.ends:
         assert session.plan[end] == INT8_G32
+
+
+# --- a target in bytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_size_is_kept_by_everything_that_the_files_hold(bench: Bench, tmp_path: Path, tied: bool) -> None:
+    folder = tiny_llama(tmp_path / "tiny", tie_word_embeddings=tied)
+    shapes = session_for(folder).shapes
+    least, most = (sum(scheme.stored_bits(shape) for shape in shapes.values()) // 8 for scheme in TWO)
+    target = (least + most) // 2
+    passes = f"[{{mixed: {{target_size: {target}, samples: 2}}}}, gptq]"
+    report = run_recipe(bench.recipe(model=str(folder), passes=passes, export="[onnx, gguf]"), tmp_path / "out")
+    (planned, _) = report.passes
+    assert {layer.layer for layer in planned.layers} == set(shapes)
+    assert 0.9 * target < planned.summary["achieved_bytes"] <= target
+    for format_ in ("onnx", "gguf"):
+        tensors = inspect(tmp_path / "out" / format_).tensors
+        assert sum(tensor.bytes for tensor in tensors if tensor.layer in shapes) <= target
+
+
+def test_a_size_that_cannot_be_reached_is_refused_with_the_least(folder: Path) -> None:
+    session = session_for(folder, windows=1)
+    for end in session.decoder.spec.ends:
+        session.plan.pop(end)
+    free = replace(session, pinned={})
+    least = sum(TWO[0].stored_bits(shape) for shape in session.shapes.values()) // 8
+    (complaint,) = Mixed(choices=TWO, target_size=ByteSize(least - 1)).check(free)
+    assert f"mixed.target_size: {least - 1} bytes cannot be reached" in complaint
+    assert f"the least is {least} (" in complaint
+    assert Mixed(choices=TWO, target_size=ByteSize(least)).check(free) == []
+    assert set(free.plan.values()) == {TWO[0]}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"target_bits": 5.0, "target_size": ByteSize(10**6)}])
+def test_a_target_is_given_once(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give either target_bits or target_size"):
+        Mixed(**arguments)
 
 
 # --- refusals, before any work

@@ -1,0 +1,187 @@
+"""Our ONNX artifacts against onnxruntime-genai's own 4-bit models of one checkpoint: bytes, divergence, decode speed.
+
+    python -m benchmarks.onnx --model DIR --calibration calib.txt --evaluation heldout.txt --out FOLDER \
+        --builder /venvs/genai/bin/python
+
+The same ONNX Runtime runs everybody's files, through the same runner: KLD in nats over every position of the first
+evaluation windows, from the float32 model; and tokens a second of a decode, taken in turns, so that a busy machine is
+busy for all. Bytes are those of the graph and its data, without tokenizers. What FOLDER has is not built again.
+``--builder`` is the Python of an environment with onnxruntime-genai, onnx-ir, torch and transformers. As a script, not
+a module, this file would take the place of the onnx package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+import compress
+from compress.artifacts import bench
+from compress.models.decoder import Decoder
+from compress.models.sources import open_model
+from compress.proof import write_logits
+from compress.recipe import Evaluate, Measure
+from compress.runner import quality
+from compress.runner.artifact import find_artifact, weight_files
+from compress.session import no_progress
+from compress.texts import token_windows
+
+RECIPE = """
+model: {model}
+calibration: {{source: text, path: {calibration}, samples: {samples}, sequence_length: {length}}}
+passes: [{passes}]
+pin: {pin}
+export: [onnx]
+measure: {{threads: {threads}, prompt_tokens: 16, generate_tokens: 8, repeats: 1}}
+evaluate: false
+"""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Passes of a recipe, and what it pins, in flow style."""
+
+    passes: str
+    pin: str = "{}"
+
+
+MIXED = "mixed: {{target_size: {size}, choices: [int4-g32, int4-g32-asym, int8-g32]}}"
+OURS: Mapping[str, Ours] = {
+    "gptq int4-g32": Ours("guided, gptq"),
+    **{
+        f"mixed within {size}": Ours(f"{{{MIXED.format(size=size)}}}, guided, gptq")
+        for size in ("75MB", "88MB", "95MB", "105MB", "113MB")
+    },
+}
+BUILDER: Mapping[str, Sequence[str]] = {
+    "int4": (),
+    "int4 k_quant": ("int4_algo_config=k_quant",),
+    "int4 k_quant_mixed": ("int4_algo_config=k_quant_mixed",),
+}
+"""Name -> the builder's extra options."""
+
+
+@dataclass
+class Found:
+    """What was measured of one artifact; tokens a second of each round."""
+
+    name: str
+    entry: Path
+    kld: float = 0.0
+    top1: float = 0.0
+    decode_tps: list[float] = field(default_factory=list)
+    peak_rss: list[float] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """Of the graph and its data."""
+        return sum(file.stat().st_size for file in weight_files(self.entry))
+
+
+def build_ours(name: str, options: argparse.Namespace) -> Path:
+    """Compress once; the artifact's folder."""
+    out, wanted = options.out / f"ours {name}".replace(" ", "-"), OURS[name]
+    if not out.exists():
+        recipe = options.out / "recipe.yaml"
+        recipe.write_text(RECIPE.format(passes=wanted.passes, pin=wanted.pin, **vars(options)))
+        compress.run(recipe, out, resume=True)
+    return Path(out / "onnx")
+
+
+def build_genai(name: str, options: argparse.Namespace) -> Path:
+    """Run the builder once; its output folder."""
+    out = Path(options.out / f"genai {name}".replace(" ", "-"))
+    if not out.exists():
+        partial = out.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        command = [options.builder, "-m", "onnxruntime_genai.models.builder", "-i", options.model, "-o", partial]
+        command += ["-p", "int4", "-e", "cpu", "-c", options.out / "cache"]
+        extra = [*BUILDER[name], "int4_accuracy_level=4"]
+        with (options.out / "builder.log").open("a") as log:
+            subprocess.run([*map(str, command), "--extra_options", *extra], check=True, stdout=log, stderr=log)
+        partial.rename(out)
+    return out
+
+
+def score(found: Sequence[Found], options: argparse.Namespace) -> None:
+    """Fill in the divergence of each from the checkpoint in float32."""
+    checkpoint = open_model(str(options.model))
+    settings = Evaluate("text", path=options.evaluation, windows=options.windows, sequence_length=options.length)
+    tokens, logits = options.out / "tokens.npy", options.out / "reference.npy"
+    windows = token_windows(checkpoint, settings, "evaluation").tokens
+    np.save(tokens, windows.numpy())
+    if not logits.exists():
+        partial = logits.with_name("partial.npy")
+        write_logits(Decoder(checkpoint), windows, partial, "reference logits", no_progress)
+        partial.rename(logits)
+    for one in found:
+        seen = quality.evaluate(find_artifact(one.entry), tokens, threads=options.threads, reference=logits).quality
+        assert seen is not None
+        one.kld, one.top1 = seen.kld_mean, seen.top1_agreement
+        print(one.name, f"{one.bytes / 1e6:.1f} MB", f"{one.kld:.4f}", file=sys.stderr, flush=True)
+
+
+def time_in_turns(found: Sequence[Found], options: argparse.Namespace) -> None:
+    """Decode with each, round after round, a fresh process each time."""
+    settings = Measure(prompt_tokens=128, generate_tokens=64, threads=options.threads, repeats=1)
+    for _ in range(options.rounds):
+        for one in found:
+            seen = bench(one.entry, settings)
+            one.decode_tps.append(seen.decode_tps.value)
+            one.peak_rss.append(seen.peak_rss_bytes.value)
+
+
+def table(found: Sequence[Found]) -> str:
+    """Markdown, by size; speed as a share of the builder's plain model in the same round."""
+    base = next((one.decode_tps for one in found if one.name == f"genai {next(iter(BUILDER))}"), None)
+    lines = ["| artifact | MB | KLD | top-1 | decode, tokens/s | against genai int4 | peak RSS, MB |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for one in sorted(found, key=lambda one: one.bytes):
+        speed = f"{statistics.median(one.decode_tps):.1f} ({min(one.decode_tps):.1f}-{max(one.decode_tps):.1f})"
+        ratios = [mine / theirs for mine, theirs in zip(one.decode_tps, base or [], strict=bool(base))]
+        ratio = f"{statistics.median(ratios):.2f}" if ratios else ""
+        rss = f"{statistics.median(one.peak_rss) / 1e6:.0f}"
+        cells = (one.name, f"{one.bytes / 1e6:.1f}", f"{one.kld:.4f}", f"{one.top1:.1%}", speed, ratio, rss)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Build, score, time, print."""
+    if not __package__:
+        sys.exit("run it as python -m benchmarks.onnx: as a script it would take the place of the onnx package")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "calibration", "evaluation", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--builder", help="Python with onnxruntime-genai's model builder; without it ours alone")
+    parser.add_argument("--only", action="append", help="of ours, those whose name has this in it; default all")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    wanted = [name for name in OURS if options.only is None or any(part in name for part in options.only)]
+    built = {f"genai {name}": build_genai(name, options) for name in (BUILDER if options.builder else ())}
+    built |= {f"ours {name}": build_ours(name, options) for name in wanted}
+    found = [Found(name, find_artifact(path).path / find_artifact(path).entry) for name, path in built.items()]
+    score(found, options)
+    time_in_turns(found, options)
+    print("$", *sys.argv)
+    print(*(f"{name} {version(name)}" for name in ("edgepress", "onnxruntime", "torch")), sep=", ")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
