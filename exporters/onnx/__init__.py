@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, ClassVar
 from compress.errors import nearest
 from compress.protocols import Artifact, StoredTensor
 from exporters.onnx.limits import (
+    DIALECT_REMARKS,
+    DIALECTS,
     FLOAT_BITS,
     INT8_ACTIVATIONS,
     PARITY_KLD,
+    STANDARD,
     complaints,
     context_remarks,
     plan_remarks,
@@ -40,12 +43,13 @@ class OnnxExporter:
 
     ``accuracy_level`` is set on every MatMulNBits node: 4 rounds activations to 8 bits (W4A8), 0 keeps them in fp32
     (2- and 8-bit weights are then some 30 times slower). Layers in nf4 become MatMulBnb4 nodes, whose activations are
-    always fp32. ``float_type`` (f32, f16) is that of hidden states, cache, and layers in floating point. ValueError for
-    anything else.
+    always fp32. ``float_type`` (f32, f16) is that of hidden states, cache, and layers in floating point. ``dialect``:
+    onnxruntime, or standard (no operators but ONNX's own; no level, 4 and 8 bits). ValueError for anything else.
     """
 
     accuracy_level: int = INT8_ACTIVATIONS
     float_type: str = "f32"
+    dialect: str = DIALECTS[0]
 
     format: ClassVar[str] = "onnx"
     reader: ClassVar[str] = f"onnx {version('onnx')}"
@@ -57,6 +61,9 @@ class OnnxExporter:
         if self.float_type not in FLOAT_BITS:
             near = nearest(str(self.float_type), FLOAT_BITS)
             raise ValueError(f"float_type '{self.float_type}' is not known{near}; known: {', '.join(FLOAT_BITS)}")
+        if self.dialect not in DIALECTS:
+            near = nearest(str(self.dialect), DIALECTS)
+            raise ValueError(f"dialect '{self.dialect}' is not known{near}; known: {', '.join(DIALECTS)}")
 
     @property
     def parity_kld(self) -> float:
@@ -70,8 +77,11 @@ class OnnxExporter:
         shapes: Mapping[str, tuple[int, int]],
         kv: KVScheme | None = None,
     ) -> Sequence[str]:
-        """Complaints about head size, rotary type, activation and each layer's scheme; empty when all is well."""
-        return complaints(spec, plan, shapes, self.accuracy_level)
+        """Complaints about head size, rotary type, activation, each layer's scheme and the cache; empty when all is well."""
+        found = complaints(spec, plan, shapes, self.accuracy_level, self.dialect)
+        if kv is not None and self.dialect == STANDARD:
+            found.append(f"the standard's operators have no cache in {kv}; use dialect: {DIALECTS[0]}, or leave kv out")
+        return found
 
     def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
         """Remarks about a tokenizer that a runtime could not use; its files are copied as they are."""
@@ -79,11 +89,11 @@ class OnnxExporter:
 
     def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
         """Which layers have no 8-bit activations, and a context shorter than the model's."""
-        return [*context_remarks(spec), *plan_remarks(plan)]
+        return [*context_remarks(spec), *plan_remarks(plan), *DIALECT_REMARKS[self.dialect]]
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
         """Bits of a linear layer in the file: padded codes, fp16 scales, packed zero points; or ``float_type``."""
-        return stored_bits(scheme, shape, self.float_type)
+        return stored_bits(scheme, shape, self.float_type, self.dialect)
 
     def write(self, model: CompressedModel, out: Path) -> Artifact:
         """Write the artifact into the empty folder ``out``, one layer in memory at a time; OSError passes through."""
@@ -92,8 +102,8 @@ class OnnxExporter:
         from exporters.onnx.genai import write_companions
 
         spec = describe(model.config, model.folder)
-        write_decoder(model, spec, out / ENTRY, self.accuracy_level, self.float_type)
-        write_companions(model, spec, out, ENTRY)
+        write_decoder(model, spec, out / ENTRY, self.accuracy_level, self.float_type, self.dialect)
+        write_companions(model, spec, out, ENTRY, self.dialect)
         return Artifact(self.format, out, ENTRY)
 
     def read_back(self, artifact: Artifact, layers: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:

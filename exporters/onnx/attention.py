@@ -11,6 +11,7 @@ from compress.models.topology import DecoderSpec, rope_frequencies
 from compress.session import CompressedModel
 from exporters.onnx.layers import LayerWriter
 from exporters.onnx.limits import context_length
+from exporters.onnx.rows import pack_rows, unpack_rows
 from exporters.onnx.writer import INT8, MICROSOFT, UINT8, Dims, GraphWriter
 
 PAST = "past_key_values.{index}.{part}"
@@ -20,7 +21,7 @@ _ROTATED_MULTIPLE = 16
 """GroupQueryAttention itself rotates heads of which all and the rotated part are multiples of this."""
 
 
-class _Tables(NamedTuple):
+class RotaryTables(NamedTuple):
     """Names of two tables [positions, pairs], and how many pairs of each head they rotate."""
 
     cos: str
@@ -51,7 +52,7 @@ class AttentionWriter:
         self._spec = spec
         self._writer = writer
         self._layers = layers
-        self._tables: dict[tuple[tuple[float, ...], float], _Tables] = {}
+        self._tables: dict[tuple[tuple[float, ...], float], RotaryTables] = {}
         self._positions: str | None = None
 
     def write(self, index: int, hidden: str) -> str:
@@ -62,24 +63,38 @@ class AttentionWriter:
         projected = self._layers.roles(index, widths, hidden)
         heads = {role: self._head_norm(index, role, value) for role, value in projected.items()}
         tables = self._rotary_tables(index)
-        inside = tables is not None and self._rotates_inside(tables)
-        if tables is not None and not inside:
+        if tables is not None and not self._rotates_inside(tables):
             heads |= {role: self._rotate(heads[role], widths[role], tables) for role in "qk"}
-        block = spec.family.block.format(index=index)
-        kv, kind, past, present = self._model.kv(block), spec.attentions[index], [], []
-        dtype, size = _stored(kv, spec.head_dim, writer.float_type)
+        past, present = [], []
+        dtype, size = _stored(self._scales(index), spec.head_dim, writer.float_type)
         for part in ("key", "value"):
             name = PRESENT.format(index=index, part=part)
             dims: Dims = ["batch_size", spec.kv_heads, "past_sequence_length", size]
             past.append(writer.input(PAST.format(index=index, part=part), dtype, dims))
             writer.output(name, dtype, [*dims[:2], "total_sequence_length", size])
             present.append(name)
-        attention = f"{block}.attention"
+        return self._layers.linear(spec.linear(index, "o"), self._mix(index, heads, past, present, tables))
+
+    def prepare(self, input_ids: str, attention_mask: str) -> str:
+        """What attention needs to know of the batch; tokens int64 [batch, sequence] for the embedding."""
+        return pack_rows(self._writer, input_ids, attention_mask)
+
+    def finish(self, hidden: str) -> str:
+        """Hidden states for the head, in the columns of the input."""
+        return unpack_rows(self._writer, hidden)
+
+    def _mix(
+        self, index: int, heads: dict[str, str], past: list[str], present: list[str], tables: RotaryTables | None
+    ) -> str:
+        """Values [batch, sequence, heads * head_dim] as heads mix them; the cache goes from ``past`` to ``present``."""
+        spec, kind, kv = self._spec, self._spec.attentions[index], self._scales(index)
+        inside = tables is not None and self._rotates_inside(tables)
+        attention = f"{spec.family.block.format(index=index)}.attention"
         lengths = ["seqlens_k", "total_sequence_length"]
         rotary = [tables.cos, tables.sin] if tables is not None and inside else ["", ""]
         # Not used: position_ids, attention_bias, head_sink; and, behind the scales, what only other devices read.
-        scales = ["", ""] if kv is None else [self._scale(block, part, kv) for part in ("key", "value")]
-        mixed = writer.node(
+        scales = ["", ""] if kv is None else [self._scale(index, part, kv) for part in ("key", "value")]
+        return self._writer.node(
             "GroupQueryAttention",
             [*(heads[role] for role in "qkv"), *past, *lengths, *rotary, "", "", "", *scales, "", "", "query_seqlens"],
             attention,
@@ -93,13 +108,15 @@ class AttentionWriter:
             local_window_size=kind.window or -1,
             **_quantised(kv),
         )
-        return self._layers.linear(spec.linear(index, "o"), mixed)
 
-    def _scale(self, block: str, part: str, kv: KVScales) -> str:
+    def _scales(self, index: int) -> KVScales | None:
+        return self._model.kv(self._spec.family.block.format(index=index))
+
+    def _scale(self, index: int, part: str, kv: KVScales) -> str:
         """Static scales of the cache, fp32 [1, kv heads, 1, head size], or [1] where one serves all."""
         scale = (kv.key if part == "key" else kv.value).numpy()
         shaped = scale[None, :, None, :] if kv.scheme.per_channel else scale.reshape(1)
-        return self._writer.tensor(f"{block}.cache.{part}_scale", shaped)
+        return self._writer.tensor(f"{self._spec.family.block.format(index=index)}.cache.{part}_scale", shaped)
 
     def _head_norm(self, index: int, role: str, projection: str) -> str:
         """The norm of queries or keys, over each head or over all of them, where the family has one."""
@@ -112,7 +129,7 @@ class AttentionWriter:
         apart = writer.node("Reshape", [projection, writer.constant([0, 0, -1, spec.head_dim])], f"{norm}.heads")
         return writer.node("Reshape", [self._layers.norm(norm, apart), writer.constant([0, 0, -1])], f"{norm}.joined")
 
-    def _rotary_tables(self, index: int) -> _Tables | None:
+    def _rotary_tables(self, index: int) -> RotaryTables | None:
         """Tables [positions, pairs], made in the arithmetic of transformers; None where a block has no positions.
 
         Blocks that rotate alike share theirs.
@@ -127,13 +144,13 @@ class AttentionWriter:
             angles = torch.outer(positions, torch.tensor(frequencies, dtype=torch.float32))
             cos, sin = ((table * factor).numpy() for table in (angles.cos(), angles.sin()))
             names = [self._writer.floats(f"rotary.{number}.{kind}", t) for kind, t in (("cos", cos), ("sin", sin))]
-            self._tables[key] = _Tables(names[0], names[1], len(frequencies))
+            self._tables[key] = RotaryTables(names[0], names[1], len(frequencies))
         return self._tables[key]
 
-    def _rotates_inside(self, tables: _Tables) -> bool:
+    def _rotates_inside(self, tables: RotaryTables) -> bool:
         return self._spec.head_dim % _ROTATED_MULTIPLE == 0 and 2 * tables.pairs % _ROTATED_MULTIPLE == 0
 
-    def _rotate(self, projection: str, width: int, tables: _Tables) -> str:
+    def _rotate(self, projection: str, width: int, tables: RotaryTables) -> str:
         """Rotary positions on [batch, sequence, heads * head_dim]."""
         spec = self._spec
         partial = 2 * tables.pairs != spec.head_dim

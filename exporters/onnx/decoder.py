@@ -13,31 +13,40 @@ from compress.session import CompressedModel
 from exporters.onnx.attention import AttentionWriter
 from exporters.onnx.feed_forward import FeedForwardWriter
 from exporters.onnx.layers import LayerWriter
-from exporters.onnx.limits import context_length
-from exporters.onnx.rows import pack_rows, unpack_rows
+from exporters.onnx.limits import DIALECTS, STANDARD, context_length
+from exporters.onnx.standard import StandardAttention, StandardLayers
 from exporters.onnx.writer import FLOAT, INT64, GraphWriter
 
 CONTEXT_LENGTH = "context_length"
 """Property of the model file: the longest sequence that its rotary tables serve."""
+CACHE, GROWING = "cache", "growing"
+"""Property of a file whose cache is a new tensor at each step; that of others may be one buffer, written in place."""
+_DIALECTS = dict(zip(DIALECTS, ((LayerWriter, AttentionWriter), (StandardLayers, StandardAttention)), strict=True))
 
 
-def write_decoder(model: CompressedModel, spec: DecoderSpec, path: Path, accuracy_level: int, float_type: str) -> None:
+def write_decoder(
+    model: CompressedModel, spec: DecoderSpec, path: Path, accuracy_level: int, float_type: str, dialect: str
+) -> None:
     """Write ``path`` and its data file, layer by layer. OSError passes through."""
-    with GraphWriter(path, float_type) as writer:
-        _Decoder(model, spec, writer, accuracy_level).build()
-        writer.save({CONTEXT_LENGTH: str(context_length(spec)), "base_model": model.name})
+    layers_type, attention_type = _DIALECTS[dialect]
+    with GraphWriter(path, float_type, standard=dialect == STANDARD) as writer:
+        layers = layers_type(model, spec, writer, accuracy_level)
+        _Decoder(spec, writer, layers, attention_type(model, spec, writer, layers)).build()
+        properties = {CONTEXT_LENGTH: str(context_length(spec)), "base_model": model.name}
+        writer.save(properties | ({CACHE: GROWING} if dialect == STANDARD else {}))
 
 
 class _Decoder:
     """One graph under construction. Methods return names of values; hidden states are [batch, sequence, hidden]."""
 
-    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, accuracy_level: int) -> None:
+    def __init__(self, spec: DecoderSpec, writer: GraphWriter, layers: LayerWriter, attention: AttentionWriter) -> None:
         self._spec = spec
         self._writer = writer
-        self._layers = LayerWriter(model, spec, writer, accuracy_level)
+        self._layers = layers
+        self._attention = attention
         self._branches = {
-            "attention": AttentionWriter(model, spec, writer, self._layers).write,
-            "feed_forward": FeedForwardWriter(spec, writer, self._layers).write,
+            "attention": attention.write,
+            "feed_forward": FeedForwardWriter(spec, writer, layers).write,
         }
 
     def build(self) -> None:
@@ -45,7 +54,7 @@ class _Decoder:
         spec, scaling, writer = self._spec, self._spec.scaling, self._writer
         input_ids = writer.input("input_ids", INT64, ["batch_size", "sequence_length"])
         mask = writer.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
-        embedded = self._layers.embedding(spec.family.embedding, pack_rows(writer, input_ids, mask))
+        embedded = self._layers.embedding(spec.family.embedding, self._attention.prepare(input_ids, mask))
         residual, branch = self._scaled(embedded, scaling.embedding), None
         for index in range(spec.layers):
             for role, write in self._branches.items():
@@ -53,7 +62,7 @@ class _Decoder:
                 branch = self._leave(self._norm(index, f"{role}_out"), write(index, entering))
         # The head is linear: what scales its outputs may as well scale its inputs.
         normed, _ = self._enter(spec.family.final_norm, residual, branch, scaling.logits)
-        self._head(unpack_rows(writer, normed))
+        self._head(self._attention.finish(normed))
 
     def _norm(self, index: int, role: str) -> str | None:
         return self._spec.norm(index, role) if role in self._spec.family.norms else None

@@ -47,10 +47,8 @@ class LayerWriter:
         output = output or layer
         bias = self._bias(layer)
         scheme = self._model.schemes.get(layer)
-        if scheme is not None and scheme.codebook is not None:
-            return self._matmul_bnb4(layer, value, output, bias)
         if scheme is not None:
-            return self._matmul_nbits(self._store(layer), layer, value, output, bias)
+            return self._quantised(layer, value, output, bias)
         weight = self._writer.floats(f"{layer}.weight", self._model.weight(layer).numpy().T)
         return self._matmul(layer, [value, weight], output, bias)
 
@@ -118,6 +116,11 @@ class LayerWriter:
             return self._matmul_nbits(self._embeddings[embedding], head, value, output, bias)
         weight = self._writer.node("Transpose", [f"{embedding}.weight"], f"{head}.transposed", perm=[1, 0])
         return self._matmul(head, [value, weight], output, bias)
+
+    def _quantised(self, layer: str, value: str, output: str, bias: str | None) -> str:
+        if self._model.schemes[layer].codebook is not None:
+            return self._matmul_bnb4(layer, value, output, bias)
+        return self._matmul_nbits(self._store(layer), layer, value, output, bias)
 
     def _bias(self, layer: str) -> str | None:
         name = f"{layer}.bias"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from compress.models.topology import DecoderSpec
 
 BITS = (2, 4, 8)
+STANDARD_BITS = (4, 8)
+STANDARD = "standard"
+DIALECTS = ("onnxruntime", STANDARD)
+"""Operators of ONNX Runtime too, or those of the ONNX standard alone."""
+DIALECT_REMARKS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        DIALECTS[0]: (),
+        STANDARD: (
+            "in the standard dialect a runtime decides whether activations are rounded: accuracy_level is not used",
+        ),
+    }
+)
 MIN_BLOCK = 16
 INT8_ACTIVATIONS = 4
 """``accuracy_level`` of MatMulNBits that rounds the activations to 8 bits; 0 leaves them in fp32."""
@@ -58,6 +70,35 @@ def block_size(scheme: QuantScheme, columns: int) -> int:
     return min(scheme.group_size, _MAX_BLOCK_2BIT) if scheme.bits == 2 else scheme.group_size
 
 
+def standard_block(scheme: QuantScheme, columns: int) -> int | None:
+    """Inputs that share a stored scale in DequantizeLinear, or None where the group does not divide the row.
+
+    One group per row becomes blocks that runtimes are quick with, each with the same scale.
+    """
+    if scheme.group_size is not None:
+        return scheme.group_size if columns % scheme.group_size == 0 else None
+    return next((block for block in _CODEBOOK_BLOCKS if columns % block == 0), None)
+
+
+def standard_complaint(scheme: QuantScheme, columns: int) -> str | None:
+    """Why DequantizeLinear of opset 23 cannot hold a layer by this scheme and what would do, or None."""
+    if scheme.codebook is not None or scheme.bits not in STANDARD_BITS:
+        return "the standard dialect stores 4 or 8 bits; use int4-g32 or int8-g32, or dialect: onnxruntime"
+    if standard_block(scheme, columns) is None:
+        return f"DequantizeLinear needs groups that divide the {columns} inputs; use another, or dialect: onnxruntime"
+    return None
+
+
+def standard_bits(scheme: QuantScheme, shape: tuple[int, int]) -> int:
+    """Bits of a layer in the standard dialect: codes, fp16 scales, zero points, each to whole bytes."""
+    rows, columns = shape
+    block = standard_block(scheme, columns)
+    assert block is not None
+    blocks = rows * (columns // block)
+    zero_points = 0 if scheme.symmetric else -(-blocks * scheme.bits // 8)
+    return 8 * (-(-rows * columns * scheme.bits // 8) + 2 * blocks + zero_points)
+
+
 def row_bytes(scheme: QuantScheme, columns: int, block: int) -> int:
     """Bytes of one output row: padded codes, fp16 scales, zero points packed to whole bytes."""
     blocks = -(-columns // block)
@@ -83,6 +124,10 @@ def layer_complaint(scheme: QuantScheme, columns: int, accuracy_level: int, gath
     return None
 
 
+def _gathered_complaint(scheme: QuantScheme, gathered: bool) -> str | None:
+    return "no runtime gathers columns of 4-bit numbers; use int8-g32" if gathered and scheme.bits == 4 else None
+
+
 def _codebook_complaint(scheme: QuantScheme, columns: int, gathered: bool) -> str | None:
     if gathered:
         return f"no operator gathers rows of an embedding in {scheme.codebook}; use int8-g32 or int4-g32"
@@ -94,10 +139,13 @@ def _codebook_complaint(scheme: QuantScheme, columns: int, gathered: bool) -> st
     return None
 
 
-def stored_bits(scheme: QuantScheme | None, shape: tuple[int, int], float_type: str) -> int:
+def stored_bits(scheme: QuantScheme | None, shape: tuple[int, int], float_type: str, dialect: str) -> int:
     """Bits of a linear layer in the file; of a scheme that cannot be held, what a compact file holds."""
     if scheme is None:
         return shape[0] * shape[1] * FLOAT_BITS[float_type]
+    if dialect == STANDARD:
+        held = standard_complaint(scheme, shape[1]) is None
+        return standard_bits(scheme, shape) if held else compact_bits(scheme, shape)
     if layer_complaint(scheme, shape[1], accuracy_level=0) is not None:
         return compact_bits(scheme, shape)
     return 8 * shape[0] * row_bytes(scheme, shape[1], block_size(scheme, shape[1]))
@@ -157,6 +205,7 @@ def complaints(
     plan: Mapping[str, QuantScheme],
     shapes: Mapping[str, tuple[int, int]],
     accuracy_level: int,
+    dialect: str,
 ) -> list[str]:
     """Everything in this model and plan that the graph could not compute, one an offender."""
     found = []
@@ -170,7 +219,11 @@ def complaints(
         found.append(f"rotary type '{rope_type}' is not supported; known: {', '.join(ROPE_TYPES)}")
     for layer, scheme in plan.items():
         rows, columns = shapes[layer]
-        reason = layer_complaint(scheme, columns, accuracy_level, gathered=layer == spec.family.embedding)
+        gathered = layer == spec.family.embedding
+        if dialect == STANDARD:
+            reason = standard_complaint(scheme, columns) or _gathered_complaint(scheme, gathered)
+        else:
+            reason = layer_complaint(scheme, columns, accuracy_level, gathered)
         if reason is not None:
             found.append(f"{layer} ({rows} x {columns}): {scheme}: {reason}")
     return found

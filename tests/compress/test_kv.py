@@ -245,6 +245,18 @@ def test_gguf_has_no_place_for_scales(bench: Bench) -> None:
         engine.plan(bench.recipe(passes="[rtn, kv]", export="[onnx, gguf]"))
 
 
+def test_standard_operators_have_no_quantised_cache(bench: Bench) -> None:
+    with pytest.raises(InputError, match="onnx: the standard's operators have no cache in int4-channel"):
+        engine.plan(bench.recipe(passes="[rtn, {kv: {bits: 4}}]", export="[{onnx: {dialect: standard}}]"))
+
+
+def test_a_graph_in_f16_may_have_one(bench: Bench, tmp_path: Path) -> None:
+    recipe = bench.recipe(passes="[rtn, {kv: {bits: 4}}]", export="[{onnx: {float_type: f16}}]")
+    (artifact,) = engine.run(recipe, tmp_path / "out").artifacts
+    assert artifact.parity is not None
+    assert artifact.parity.kld_mean < 1e-3
+
+
 @pytest.mark.parametrize(
     ("value", "said"), [("{bits: 3}", "bits: 3 is not 4 or 8"), ("{samples: 0}", "samples: 0 is not")]
 )
