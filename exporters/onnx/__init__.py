@@ -77,7 +77,7 @@ class OnnxExporter:
         shapes: Mapping[str, tuple[int, int]],
         kv: KVScheme | None = None,
     ) -> Sequence[str]:
-        """Complaints about head size, rotary type, activation, each layer's scheme and the cache; empty when all is well."""
+        """Complaints about head size, rotary type, activation, each layer's scheme and the cache."""
         found = complaints(spec, plan, shapes, self.accuracy_level, self.dialect)
         if kv is not None and self.dialect == STANDARD:
             found.append(f"the standard's operators have no cache in {kv}; use dialect: {DIALECTS[0]}, or leave kv out")
