@@ -13,6 +13,7 @@ from torch import nn
 from calibration.stats import InputStats, TokenFeed, collect_expert_inputs, collect_inputs
 from compress.activations import Activations
 from compress.journal import Journal
+from compress.kv import KVScheme
 from compress.protocols import BlockPass
 from compress.report import LayerRecord, decode
 from compress.scheme import QuantScheme
@@ -82,7 +83,8 @@ class _Walk:
         if found is None:
             return False
         schemes = {layer: QuantScheme.parse(text) for layer, text in found["schemes"].items()}
-        self.session.store.take(block, schemes, found["dense"])
+        kv = found.get("kv")
+        self.session.store.take(block, schemes, found["dense"], kv and KVScheme.parse(kv))
         for mine, entry in zip(self.records, found["passes"], strict=True):
             mine.layers += [decode(LayerRecord, layer) for layer in entry["layers"]]
             mine.seconds += entry["seconds"]
@@ -103,14 +105,15 @@ class _Walk:
         for layer, weight in block.weights.items():
             if f"{layer}.weight" in block.changed and layer not in block.quantized:
                 changed[f"{layer}.weight"] = weight
-        self.session.store.put(block.name, block.quantized, changed)
+        self.session.store.put(block.name, block.quantized, changed, block.kv)
         found = {
             "schemes": {layer: str(item.scheme) for layer, item in block.quantized.items()},
             "dense": sorted(changed),
+            "kv": None if block.kv is None else str(block.kv.scheme),
             "passes": [asdict(here) for here in done],
         }
         file = self.session.store.file(block.name)
-        self.journal.add(_step(block.name), found, [file] if block.quantized or changed else [])
+        self.journal.add(_step(block.name), found, [file] if file.exists() else [])
 
 
 def _step(block: str) -> str:

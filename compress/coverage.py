@@ -25,8 +25,8 @@ def token_coverage(
         if any(layer.tokens for layer in record.layers):
             for layer in record.layers:
                 seen[layer.layer] = max(layer.tokens, seen.get(layer.layer, 0))
-    # An embedding multiplies nothing: it has no inputs.
-    seen.pop(spec.family.embedding, None)
+    # An embedding multiplies nothing: it has no inputs. A cache is no layer.
+    seen = {name: tokens for name, tokens in seen.items() if name in shapes and name != spec.family.embedding}
     if not seen:
         return None
     routed = [spec.expert_linears(index) for index in range(spec.layers)]

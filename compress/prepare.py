@@ -92,7 +92,8 @@ class Prepared:
         """
         store = Store(workdir / "blocks")
         spool, precision = Spool(scratch and scratch / "hidden"), self.recipe.calibration.precision
-        decoder = Decoder(self.checkpoint, self.compressed(store).parameter, spool, precision)
+        model = self.compressed(store)
+        decoder = Decoder(self.checkpoint, model.parameter, spool, precision, model.kv)
         plan = {layer: scheme for layer, scheme in self.pinned.items() if scheme is not None}
         seed = self.recipe.calibration.seed
         session = Session(
@@ -124,9 +125,11 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     remarks: list[str] = []
     candidates = [plan for step in prepared.of_scope("model") for plan in step.value.candidates(session)]
     for step in recipe.export:
-        found = [text for plan in (session.plan, *candidates) for text in step.value.check(spec, plan, shapes)]
+        found = [
+            text for plan in (session.plan, *candidates) for text in step.value.check(spec, plan, shapes, session.kv)
+        ]
         unfit += [f"{step.name}: {text}" for text in dict.fromkeys(found)]
-        told = [text for plan in (session.plan, *candidates) for text in step.value.remarks(plan)]
+        told = [text for plan in (session.plan, *candidates) for text in step.value.remarks(spec, plan)]
         told += step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)
         remarks += [f"{step.name}: {text}" for text in dict.fromkeys(told)]
     if complaints or unfit:
@@ -203,7 +206,7 @@ def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 def _wanted(steps: Sequence[Step], writer: Step) -> frozenset[Resource]:
     """What some other pass reads, or every run needs."""
-    every: frozenset[Resource] = frozenset({"quantized"})
+    every: frozenset[Resource] = frozenset({"quantized", "kv"})
     return every.union(*(step.value.reads for step in steps if step is not writer))
 
 

@@ -59,7 +59,7 @@ def gather_evidence(
     else:
         original = Decoder(prepared.original, spool=Spool(folder / "hidden"))
         write_logits(original, tokens, evidence.reference or folder, "reference logits", progress)
-    fake_quantised = Decoder(prepared.checkpoint, model.parameter, Spool(folder / "hidden"))
+    fake_quantised = Decoder(prepared.checkpoint, model.parameter, Spool(folder / "hidden"), kv=model.kv)
     write_logits(fake_quantised, tokens[:PARITY_WINDOWS], evidence.parity, "logits to compare with", progress)
     return evidence
 

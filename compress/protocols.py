@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from compress.kv import KVScheme
     from compress.models.checkpoint import Checkpoint
     from compress.models.topology import DecoderSpec
     from compress.report import LayerRecord, PassRecord
     from compress.session import Block, CompressedModel, Session
 
-Resource = Literal["weights", "inputs", "activations", "plan", "quantized"]
-"""What passes hand on: weights, statistics of layer inputs, what enters a block, plans, quantised layers."""
+Resource = Literal["weights", "inputs", "activations", "plan", "quantized", "kv"]
+"""What passes hand on: weights, statistics of layer inputs, what enters a block, plans, quantised layers, the scales of
+a key/value cache."""
 
 
 class Planner(Protocol):
@@ -134,21 +136,27 @@ class Exporter(Protocol):
     reader: ClassVar[str]
     """The library, not ours, that :meth:`read_back` uses."""
 
-    parity_kld: ClassVar[float]
-    """Highest mean KLD (nats) against the fake-quantised torch model, activations not rounded where that can be had."""
+    @property
+    def parity_kld(self) -> float:
+        """Highest mean KLD (nats) against the fake-quantised torch model, activations not rounded where it can be."""
+        ...
 
     def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
         """Remarks for the report about the tokenizer in ``folder``; InputError if the format cannot hold it."""
         ...
 
     def check(
-        self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]
+        self,
+        spec: DecoderSpec,
+        plan: Mapping[str, QuantScheme],
+        shapes: Mapping[str, tuple[int, int]],
+        kv: KVScheme | None = None,
     ) -> Sequence[str]:
-        """Complaints (layer, shape, why, and what would do), one an offender, before any work."""
+        """Complaints (layer, shape, why, and what would do), one an offender, before any work; also about the cache."""
         ...
 
-    def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
-        """What a user of a file with such layers should know; for the report."""
+    def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
+        """What a user of a file of this model with such layers should know; for the report."""
         ...
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:

@@ -25,6 +25,7 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "rotate": "compress.passes.rotate:Rotate",
             "guided": "compress.passes.guided:Guided",
             "autoround": "compress.passes.autoround:Autoround",
+            "kv": "compress.passes.kv:Kv",
         },
         "exporters": {
             "onnx": "exporters.onnx:OnnxExporter",

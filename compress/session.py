@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from calibration.stats import InputStats
     from compress.activations import Activations
+    from compress.kv import KVScales, KVScheme
     from compress.models.decoder import Decoder
     from compress.store import Store
     from compress.tensor import QuantizedTensor
@@ -39,7 +40,8 @@ class Block:
     may replace entries. ``inputs``: layer name -> statistics of that layer's input, where some pass reads them;
     layers that read the same input share one object. ``dense``: other tensors of the block by checkpoint name
     (norms, biases); a transform may replace entries and lists the names in ``changed``.
-    ``quantized``: what the quantiser of the run writes. For passes that read activations: ``entering``, the
+    ``quantized``: what the quantiser of the run writes; ``kv``: the scales of its cache, likewise. For passes that
+    read activations: ``entering``, the
     hidden states [windows, length, hidden] that the quantised blocks before put out, and ``forward``, what
     this block makes of some windows with given tensors (all of the block's, by checkpoint name), differentiable.
     Both are None for the embedding and the head.
@@ -51,6 +53,7 @@ class Block:
     dense: dict[str, Tensor] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
+    kv: KVScales | None = None
     entering: Activations | None = None
     forward: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None
 
@@ -78,6 +81,8 @@ class Session:
     stored_bits: StoredBits = compact_bits
     """Of a layer in the recipe's artifacts: the most that one of them takes."""
 
+    kv: KVScheme | None = None
+    """How the key/value cache will be stored; None: in floating point."""
     token_weights: dict[str, Tensor] = field(default_factory=dict)
     """float32 [samples, sequence_length]: what each token counts in the statistics of an input. Names are those of the
     first of the layers that read it, or of the module with a block's experts; without an entry all count the same."""
@@ -121,6 +126,10 @@ class CompressedModel:
         """A tensor by its checkpoint name (``model.norm.weight``), in the checkpoint's dtype; KeyError if none."""
         changed = self._store.dense(tensor)
         return self._dense(tensor) if changed is None else changed
+
+    def kv(self, block: str) -> KVScales | None:
+        """Scales of the key/value cache of ``block`` (``model.layers.0``); None: it stays in floating point."""
+        return self._store.kv(block)
 
     def has_dense(self, tensor: str) -> bool:
         """Whether the checkpoint has this tensor (a bias, say)."""

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.journal import PARTIAL, put_in_place
+from compress.kv import KVScales, KVScheme
 from compress.scheme import QuantScheme
 from compress.tensor import QuantizedTensor
 
@@ -30,12 +31,21 @@ class Store:
     schemes: dict[str, QuantScheme] = field(default_factory=dict)
     _files: dict[str, Path] = field(default_factory=dict)
     _dense: dict[str, Path] = field(default_factory=dict)
+    _kv: dict[str, KVScheme] = field(default_factory=dict)
 
-    def put(self, block: str, quantized: Mapping[str, QuantizedTensor], dense: Mapping[str, Tensor]) -> None:
+    def put(
+        self,
+        block: str,
+        quantized: Mapping[str, QuantizedTensor],
+        dense: Mapping[str, Tensor],
+        kv: KVScales | None = None,
+    ) -> None:
         """Write one block's results; the file appears whole, and on the disk, or not at all."""
         tensors: dict[str, Tensor] = {f"dense:{name}": tensor.contiguous() for name, tensor in dense.items()}
         for name, item in quantized.items():
             tensors.update({f"{name}:{part}": tensor.contiguous() for part, tensor in item.tensors().items()})
+        if kv is not None:
+            tensors |= {"kv:key": kv.key.contiguous(), "kv:value": kv.value.contiguous()}
         if not tensors:
             return
         self.root.mkdir(parents=True, exist_ok=True)
@@ -43,18 +53,27 @@ class Store:
         partial = path.with_suffix(PARTIAL)
         save_file(tensors, partial)
         put_in_place(partial, path)
-        self.take(block, {name: item.scheme for name, item in quantized.items()}, list(dense))
+        self.take(
+            block,
+            {name: item.scheme for name, item in quantized.items()},
+            list(dense),
+            None if kv is None else kv.scheme,
+        )
 
     def file(self, block: str) -> Path:
         """Where :meth:`put` writes a block that has anything to write."""
         return self.root / f"{block}.safetensors"
 
-    def take(self, block: str, schemes: Mapping[str, QuantScheme], dense: Sequence[str]) -> None:
-        """Know what the file of ``block`` holds: quantised layers with their schemes, and dense tensors."""
+    def take(
+        self, block: str, schemes: Mapping[str, QuantScheme], dense: Sequence[str], kv: KVScheme | None = None
+    ) -> None:
+        """Know what the file of ``block`` holds: quantised layers with their schemes, dense tensors, cache scales."""
         path = self.file(block)
         self.schemes.update(schemes)
         self._files.update(dict.fromkeys(schemes, path))
         self._dense.update(dict.fromkeys(dense, path))
+        if kv is not None:
+            self._kv[block] = kv
 
     def quantized(self, name: str) -> QuantizedTensor:
         """The layer ``name``; KeyError if it was left in floating point."""
@@ -64,6 +83,14 @@ class Store:
             parts = {item.name: f"{name}:{item.name}" for item in fields(QuantizedTensor)}
             found = {part: file.get_tensor(key) for part, key in parts.items() if key in held}
             return QuantizedTensor(scheme, **found)
+
+    def kv(self, block: str) -> KVScales | None:
+        """Scales of the key/value cache of ``block``; None where it stays in floating point."""
+        scheme = self._kv.get(block)
+        if scheme is None:
+            return None
+        with safe_open(self.file(block), framework="pt") as file:
+            return KVScales(scheme, file.get_tensor("kv:key"), file.get_tensor("kv:value"))
 
     def dense(self, name: str) -> Tensor | None:
         """The dense tensor ``name`` if a pass changed it, else None."""

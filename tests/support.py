@@ -149,7 +149,7 @@ def _naive_multiples(values: Tensor, per_block: int, least: int, most: int) -> t
 def rounded_model(
     folder: Path,
     workdir: Path,
-    scheme: str = "int4-g32",
+    scheme: str | None = "int4-g32",
     plan: Mapping[str, str | None] | None = None,
     ends: str | None = "int8-g32",
 ) -> CompressedModel:

@@ -19,6 +19,7 @@ from transformers.models.auto import AutoConfig
 
 from compress.activations import Activations, Spool
 from compress.errors import InputError
+from compress.kv import KVScales
 from compress.models.checkpoint import Checkpoint, check_tensors
 from compress.models.layout import Place, fuse, places, unfused
 from compress.models.topology import DecoderSpec, describe, explain_config
@@ -29,6 +30,8 @@ States = Tensor | Activations
 """Hidden states float32 [windows, length, hidden], wherever they are."""
 Precision = Literal["float32", "bfloat16"]
 TOKENS_PER_FORWARD = 2048
+_CACHE = "cache"
+"""The argument of transformers' blocks that their key/value cache comes in."""
 PLAIN_OUTPUT = {
     "output_attentions": False,
     "output_hidden_states": False,
@@ -93,12 +96,34 @@ def _finite(values: Tensor, what: str) -> Tensor:
     return values
 
 
+class _Rounding:
+    """Stands in for a cache: what a block adds to it comes back as the quantised cache would hold it."""
+
+    def __init__(self, scales: KVScales) -> None:
+        self._scales = scales
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self._scales.rounded(keys, values)
+
+
+class _Keeping:
+    """Stands in for a cache: keeps what a block adds to it."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.found.append((keys, values))
+        return keys, values
+
+
 class Decoder:
     """The model of a checkpoint, float32, without its weights until they are asked for.
 
     ``read`` gives parameters by checkpoint name: the checkpoint's own, or those of a compressed model. ``spool`` makes
     room for hidden states; without one they are in memory. In ``precision`` blocks multiply where many windows go
-    through them without gradients; hidden states between them are float32.
+    through them without gradients; hidden states between them are float32. ``kv`` gives the scales of the cache by
+    block name: every token then attends to keys and values as that cache holds them, its own included.
     """
 
     def __init__(
@@ -107,8 +132,9 @@ class Decoder:
         read: Read | None = None,
         spool: Spool | None = None,
         precision: Precision = "float32",
+        kv: Callable[[str], KVScales | None] = lambda _: None,
     ) -> None:
-        self.checkpoint, self._precision = checkpoint, precision
+        self.checkpoint, self._precision, self._kv = checkpoint, precision, kv
         self._spool = spool or Spool()
         self.spec: DecoderSpec = describe(checkpoint.config, checkpoint.folder / "config.json")
         self._read = read or checkpoint.tensor
@@ -237,15 +263,29 @@ class Decoder:
 
         return self.run_block(index, block, hidden)
 
-    def run_block(self, index: int, module: Callable[..., Any], hidden: Tensor) -> Tensor:
-        """One block on hidden states [samples, length, hidden] of full windows; call :meth:`embed_into` first."""
+    def run_block(self, index: int, module: Callable[..., Any], hidden: Tensor, cache: Any = None) -> Tensor:
+        """One block on hidden states [samples, length, hidden] of full windows; call :meth:`embed_into` first.
+
+        ``cache``: what takes the place of a key/value cache.
+        """
         length, arguments = self._arguments
         if length != hidden.shape[1]:
             raise ValueError(f"embed_into() was called for windows of {length} tokens, not {hidden.shape[1]}")
         # Masks and rotary tables have one row and broadcast over the batch: every window is full.
-        out = module(hidden, **arguments[index])
+        scales = self._kv(self.spec.family.block.format(index=index)) if cache is None else None
+        cache = _Rounding(scales) if scales is not None else cache
+        given = arguments[index] if cache is None else {**arguments[index], _CACHE: cache}
+        out = module(hidden, **given)
         leaving: Tensor = out[0] if isinstance(out, tuple) else out
         return leaving
+
+    @torch.no_grad()
+    def keys_and_values(self, index: int, module: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What block ``index`` adds to the cache: [samples, kv heads, length, head size] each, positions applied."""
+        kept = _Keeping()
+        self.run_block(index, module, hidden, kept)
+        ((keys, values),) = kept.found
+        return keys, values
 
     @torch.no_grad()
     def run_block_into(self, index: int, module: nn.Module, hidden: States, leaving: States | None) -> None:

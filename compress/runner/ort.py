@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,15 @@ NO_SPIN_VARIABLE = "EDGEPRESS_NO_SPIN"
 PREFILL_CHUNK = 64
 """Tokens of one step of a prefill. The graph computes every token's logits: the step bounds their memory."""
 
+_CACHE_TYPES: Mapping[str, type[np.generic]] = MappingProxyType(
+    {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
+)
+"""ONNX Runtime's word for the type of a cache -> numpy's; uint8 holds two numbers of 4 bits."""
 _PAST, _PRESENT = "past_key_values.", "present."
 
 
 class OrtRuntime:
-    """One session and one key/value cache of ``context`` tokens, float32, that every step writes in place.
+    """One session and one key/value cache of ``context`` tokens, of the file's type, that every step writes in place.
 
     The graph's past and present share a buffer, so that a token costs no copy of the cache.
 
@@ -38,6 +44,8 @@ class OrtRuntime:
         self._cache: list[Any] = []
         self._threads = 0
         self._length = 0
+        self._growing: dict[str, Any] | None = None
+        """Cache of a file that makes a new one at each step; None: the file writes ``_cache`` in place."""
         self._mask = np.ones((1, 0), dtype=np.int64)
         self._vocab_size = 0
         self._logits_at = 0
@@ -68,10 +76,11 @@ class OrtRuntime:
         self._threads, self._length, self._vocab_size, self._logits_at = threads, 0, vocabulary[0], len(past)
         self._mask = np.ones((1, context), dtype=np.int64)
         self._binding, self._cache = self._session.io_binding(), []
-        for item in past:
+        self._growing = {} if self._properties().get("cache") == "growing" else None
+        for item in past if self._growing is None else ():
             _, heads, _, size = item.shape
             # Written now, so that the memory is taken at load and not little by little while tokens are timed.
-            empty = np.full((1, heads, context, size), 0, dtype=np.float32)
+            empty = np.full((1, heads, context, size), 0, dtype=_CACHE_TYPES[item.type])
             buffer = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
             # The value wraps the array's memory and must outlive the binding.
             self._cache.append(buffer)
@@ -113,21 +122,27 @@ class OrtRuntime:
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of the key/value cache for ``context`` tokens."""
-        return sum(4 * item.shape[1] * item.shape[3] * context for item in self._past_inputs())
+        past = self._past_inputs()
+        return sum(np.dtype(_CACHE_TYPES[x.type]).itemsize * x.shape[1] * x.shape[3] * context for x in past)
 
     def close(self) -> None:
         """Free the session and the cache."""
         self._binding = self._session = None
         self._cache = []
+        self._growing = None
 
     def _check_context(self, entry: Path, context: int) -> None:
-        limit = self._session.get_modelmeta().custom_metadata_map.get("context_length")
+        limit = self._properties().get("context_length")
         if limit is not None and context > int(limit):
             raise InputError(
                 f"a context of {context} tokens was asked for, and the model's positions end at {limit}",
                 where=str(entry),
                 fix=f"use {limit} tokens or fewer",
             )
+
+    def _properties(self) -> dict[str, str]:
+        found: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
+        return found
 
     def _past_inputs(self) -> list[Any]:
         return [item for item in self._session.get_inputs() if item.name.startswith(_PAST)]
@@ -137,6 +152,8 @@ class OrtRuntime:
         total, context = self._length + len(tokens), self._mask.shape[1]
         if total > context:
             raise InputError(f"{total} tokens do not fit the context of {context} that was opened")
+        if self._growing is not None:
+            return self._advance_growing(tokens, total)
         self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(tokens, dtype=np.int64)[None])
         self._binding.bind_cpu_input("attention_mask", self._mask[:, :total])
         # Bound anew: the binding would hold the last step's tensor to its shape.
@@ -145,6 +162,20 @@ class OrtRuntime:
         self._length = total
         logits: NDArray[np.float32] = self._binding.get_outputs()[self._logits_at].numpy()[0]
         return logits
+
+    def _advance_growing(self, tokens: NDArray[np.int64], total: int) -> NDArray[np.float32]:
+        past = self._growing
+        if past is None or self._length == 0:
+            past = {
+                item.name: np.zeros((1, item.shape[1], 0, item.shape[3]), dtype=_CACHE_TYPES[item.type])
+                for item in self._past_inputs()
+            }
+        given = {"input_ids": tokens[None].astype(np.int64), "attention_mask": self._mask[:, :total]}
+        names = ["logits", *(name.replace(_PAST, _PRESENT, 1) for name in past)]
+        logits, *present = self._session.run(names, given | past)
+        self._growing, self._length = dict(zip(past, present, strict=True)), total
+        found: NDArray[np.float32] = logits[0]
+        return found
 
 
 def _open(entry: Path, threads: int, spin: bool, exact: bool) -> Any:
@@ -155,6 +186,8 @@ def _open(entry: Path, threads: int, spin: bool, exact: bool) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+    # What the runtime makes of DequantizeLinear and MatMul, where a file has no MatMulNBits with a level of its own.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0" if exact else "4")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(entry.parent))
     try:
         model = _exact_model(entry) if exact else str(entry)

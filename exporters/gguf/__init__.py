@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from compress.kv import KVScheme
     from compress.models.topology import DecoderSpec
     from compress.session import CompressedModel
 
 ENTRY = "model.gguf"
+
+KV_COMPLAINT = "the file has no place for scales of a key/value cache: llama.cpp chooses the cache's type when it runs"
 
 FLOAT_PARITY_KLD = 1e-4
 """Highest mean KLD (nats) of a file without quantised layers: nothing but the order of summation differs."""
@@ -59,7 +62,11 @@ class GgufExporter:
         return TypeChoices(self.float_type, self.ternary)
 
     def check(
-        self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]
+        self,
+        spec: DecoderSpec,
+        plan: Mapping[str, QuantScheme],
+        shapes: Mapping[str, tuple[int, int]],
+        kv: KVScheme | None = None,
     ) -> Sequence[str]:
         """Complaints (layer, shape, why, and what would do), one an offender, before any work."""
         from exporters.gguf.families import GGUF_FAMILIES, spec_complaints
@@ -67,7 +74,8 @@ class GgufExporter:
         if spec.family.name not in GGUF_FAMILIES:
             return spec_complaints(spec)
         stored = (complaint(layer, shapes[layer], scheme) for layer, scheme in plan.items())
-        return [*spec_complaints(spec), *(text for text in stored if text)]
+        cache = [] if kv is None else [KV_COMPLAINT]
+        return [*spec_complaints(spec), *(text for text in stored if text), *cache]
 
     def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
         """Remarks about texts that llama.cpp splits otherwise; InputError if GGUF cannot hold the tokenizer."""
@@ -75,7 +83,7 @@ class GgufExporter:
 
         return check_tokenizer(folder, vocab_size)
 
-    def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
+    def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
         """None: llama.cpp rounds the inputs of every quantised layer to 8 bits."""
         return []
 

@@ -8,13 +8,27 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from compress.errors import nearest
 from compress.protocols import Artifact, StoredTensor
-from exporters.onnx.limits import INT8_ACTIVATIONS, complaints, plan_remarks, stored_bits, tokenizer_remarks
+from exporters.onnx.limits import (
+    DIALECT_REMARKS,
+    DIALECTS,
+    FLOAT_BITS,
+    INT8_ACTIVATIONS,
+    PARITY_KLD,
+    STANDARD,
+    complaints,
+    context_remarks,
+    plan_remarks,
+    stored_bits,
+    tokenizer_remarks,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from compress.kv import KVScheme
     from compress.models.topology import DecoderSpec
     from compress.scheme import QuantScheme
     from compress.session import CompressedModel
@@ -28,39 +42,58 @@ class OnnxExporter:
     """Writes ``model.onnx``, its data file, ``genai_config.json`` and the tokenizer.
 
     ``accuracy_level`` is set on every MatMulNBits node: 4 rounds activations to 8 bits (W4A8), 0 keeps them in fp32
-    (2- and 8-bit weights are then some 30 times slower). ValueError for anything else. Layers in nf4 become
-    MatMulBnb4 nodes, whose activations are always fp32.
+    (2- and 8-bit weights are then some 30 times slower). Layers in nf4 become MatMulBnb4 nodes, whose activations are
+    always fp32. ``float_type`` (f32, f16) is that of hidden states, cache, and layers in floating point. ``dialect``:
+    onnxruntime, or standard (no operators but ONNX's own; no level, 4 and 8 bits). ValueError for anything else.
     """
 
     accuracy_level: int = INT8_ACTIVATIONS
+    float_type: str = "f32"
+    dialect: str = DIALECTS[0]
 
     format: ClassVar[str] = "onnx"
-    # Run with fp32 activations: only the order of summation differs.
-    parity_kld: ClassVar[float] = 1e-5
     reader: ClassVar[str] = f"onnx {version('onnx')}"
 
     def __post_init__(self) -> None:
         level = self.accuracy_level
         if isinstance(level, bool) or level not in (0, INT8_ACTIVATIONS):
             raise ValueError(f"accuracy_level must be 0 (fp32 activations) or 4 (8-bit activations), not {level!r}")
+        if self.float_type not in FLOAT_BITS:
+            near = nearest(str(self.float_type), FLOAT_BITS)
+            raise ValueError(f"float_type '{self.float_type}' is not known{near}; known: {', '.join(FLOAT_BITS)}")
+        if self.dialect not in DIALECTS:
+            near = nearest(str(self.dialect), DIALECTS)
+            raise ValueError(f"dialect '{self.dialect}' is not known{near}; known: {', '.join(DIALECTS)}")
+
+    @property
+    def parity_kld(self) -> float:
+        """Run without 8-bit activations: in f32 only the order of summation differs, f16 rounds every result."""
+        return PARITY_KLD[self.float_type]
 
     def check(
-        self, spec: DecoderSpec, plan: Mapping[str, QuantScheme], shapes: Mapping[str, tuple[int, int]]
+        self,
+        spec: DecoderSpec,
+        plan: Mapping[str, QuantScheme],
+        shapes: Mapping[str, tuple[int, int]],
+        kv: KVScheme | None = None,
     ) -> Sequence[str]:
-        """Complaints about head size, rotary type, activation and each layer's scheme; empty when all is well."""
-        return complaints(spec, plan, shapes, self.accuracy_level)
+        """Complaints about head size, rotary type, activation, each layer's scheme and the cache."""
+        found = complaints(spec, plan, shapes, self.accuracy_level, self.dialect)
+        if kv is not None and self.dialect == STANDARD:
+            found.append(f"the standard's operators have no cache in {kv}; use dialect: {DIALECTS[0]}, or leave kv out")
+        return found
 
     def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
         """Remarks about a tokenizer that a runtime could not use; its files are copied as they are."""
         return tokenizer_remarks(folder, vocab_size)
 
-    def remarks(self, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
-        """Which layers have no 8-bit activations."""
-        return plan_remarks(plan)
+    def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
+        """Which layers have no 8-bit activations, and a context shorter than the model's."""
+        return [*context_remarks(spec), *plan_remarks(plan), *DIALECT_REMARKS[self.dialect]]
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
-        """Bits of a linear layer in the file: padded codes, fp16 scales, packed zero points."""
-        return stored_bits(scheme, shape)
+        """Bits of a linear layer in the file: padded codes, fp16 scales, packed zero points; or ``float_type``."""
+        return stored_bits(scheme, shape, self.float_type, self.dialect)
 
     def write(self, model: CompressedModel, out: Path) -> Artifact:
         """Write the artifact into the empty folder ``out``, one layer in memory at a time; OSError passes through."""
@@ -69,8 +102,8 @@ class OnnxExporter:
         from exporters.onnx.genai import write_companions
 
         spec = describe(model.config, model.folder)
-        write_decoder(model, spec, out / ENTRY, self.accuracy_level)
-        write_companions(model, spec, out, ENTRY)
+        write_decoder(model, spec, out / ENTRY, self.accuracy_level, self.float_type, self.dialect)
+        write_companions(model, spec, out, ENTRY, self.dialect)
         return Artifact(self.format, out, ENTRY)
 
     def read_back(self, artifact: Artifact, layers: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:

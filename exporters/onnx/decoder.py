@@ -1,177 +1,103 @@
-"""The graph of a decoder: norms, attention with rotary and a key/value cache, gated feed-forward, head.
+"""The graph of a decoder, from its spec alone: norms, attention, feed-forward, head, and what scales them.
 
 Inputs and outputs are named as optimum's ORTModelForCausalLM and onnxruntime-genai expect. Rows of a batch may be
-padded on the right. Padding on the left would shift GroupQueryAttention's view of the cache: it is refused at run time.
+padded anywhere.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from compress.models.topology import DecoderSpec, rope_frequencies
+from compress.models.topology import DecoderSpec
 from compress.session import CompressedModel
+from exporters.onnx.attention import AttentionWriter
+from exporters.onnx.feed_forward import FeedForwardWriter
 from exporters.onnx.layers import LayerWriter
-from exporters.onnx.limits import ACTIVATIONS
-from exporters.onnx.writer import FLOAT, INT32, INT64, MICROSOFT, Dims, GraphWriter
+from exporters.onnx.limits import DIALECTS, STANDARD, context_length
+from exporters.onnx.standard import StandardAttention, StandardLayers
+from exporters.onnx.writer import FLOAT, INT64, GraphWriter
 
-PAST = "past_key_values.{index}.{part}"
-PRESENT = "present.{index}.{part}"
 CONTEXT_LENGTH = "context_length"
 """Property of the model file: the longest sequence that its rotary tables serve."""
+CACHE, GROWING = "cache", "growing"
+"""Property of a file whose cache is a new tensor at each step; that of others may be one buffer, written in place."""
+_DIALECTS = dict(zip(DIALECTS, ((LayerWriter, AttentionWriter), (StandardLayers, StandardAttention)), strict=True))
 
-_TO_THE_END = 2**63 - 1
 
-
-def write_decoder(model: CompressedModel, spec: DecoderSpec, path: Path, accuracy_level: int) -> None:
+def write_decoder(
+    model: CompressedModel, spec: DecoderSpec, path: Path, accuracy_level: int, float_type: str, dialect: str
+) -> None:
     """Write ``path`` and its data file, layer by layer. OSError passes through."""
-    with GraphWriter(path) as writer:
-        _Decoder(model, spec, writer, LayerWriter(model, writer, accuracy_level)).build()
-        writer.save({CONTEXT_LENGTH: str(spec.max_positions), "base_model": model.name})
+    layers_type, attention_type = _DIALECTS[dialect]
+    with GraphWriter(path, float_type, standard=dialect == STANDARD) as writer:
+        layers = layers_type(model, spec, writer, accuracy_level)
+        _Decoder(spec, writer, layers, attention_type(model, spec, writer, layers)).build()
+        properties = {CONTEXT_LENGTH: str(context_length(spec)), "base_model": model.name}
+        writer.save(properties | ({CACHE: GROWING} if dialect == STANDARD else {}))
 
 
 class _Decoder:
-    """One graph under construction. Methods return names of values; hidden states: fp32 [batch, sequence, hidden]."""
+    """One graph under construction. Methods return names of values; hidden states are [batch, sequence, hidden]."""
 
-    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, layers: LayerWriter) -> None:
-        self._model = model
+    def __init__(self, spec: DecoderSpec, writer: GraphWriter, layers: LayerWriter, attention: AttentionWriter) -> None:
         self._spec = spec
         self._writer = writer
         self._layers = layers
-        # GroupQueryAttention rotates heads of a multiple of 16 itself; others take an operator of their own.
-        self._rotates_inside = spec.head_dim % 16 == 0
+        self._attention = attention
+        self._branches = {
+            "attention": attention.write,
+            "feed_forward": FeedForwardWriter(spec, writer, layers).write,
+        }
 
     def build(self) -> None:
         """Everything from input_ids to logits."""
-        spec = self._spec
-        input_ids = self._writer.input("input_ids", INT64, ["batch_size", "sequence_length"])
-        self._writer.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
-        self._lengths()
-        self._rotary_tables()
-        if not self._rotates_inside:
-            self._position_ids(input_ids)
-        residual = self._layers.embedding(spec.family.embedding, input_ids)
-        branch: str | None = None
+        spec, scaling, writer = self._spec, self._spec.scaling, self._writer
+        input_ids = writer.input("input_ids", INT64, ["batch_size", "sequence_length"])
+        mask = writer.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
+        embedded = self._layers.embedding(spec.family.embedding, self._attention.prepare(input_ids, mask))
+        residual, branch = self._scaled(embedded, scaling.embedding), None
         for index in range(spec.layers):
-            normed, residual = self._add_and_norm(spec.norm(index, "attention"), residual, branch)
-            branch = self._attention(index, normed)
-            normed, residual = self._add_and_norm(spec.norm(index, "feed_forward"), residual, branch)
-            branch = self._feed_forward(index, normed)
-        normed, _ = self._add_and_norm(spec.family.final_norm, residual, branch)
-        self._head(normed)
+            for role, write in self._branches.items():
+                entering, residual = self._enter(self._norm(index, role), residual, branch)
+                branch = self._leave(self._norm(index, f"{role}_out"), write(index, entering))
+        # The head is linear: what scales its outputs may as well scale its inputs.
+        normed, _ = self._enter(spec.family.final_norm, residual, branch, scaling.logits)
+        self._head(self._attention.finish(normed))
 
-    def _lengths(self) -> None:
-        """``seqlens_k`` int32 [batch]: each row's last token; ``total_sequence_length`` int32: width of the mask."""
-        writer = self._writer
-        count = writer.node("ReduceSum", ["attention_mask", writer.integers("axis_1", [1])], "token_count", keepdims=0)
-        last = writer.node("Sub", [count, writer.integers("one", 1)], "last_token")
-        first = writer.node("Gather", ["attention_mask", writer.integers("zero", 0)], "first_column", axis=1)
-        padded = writer.node("Sub", ["one", first], "rows_padded_on_the_left")
-        # The table has one entry: reading entry 1, a row padded on the left, is an error that names this node.
-        checked = writer.node(
-            "Gather", [writer.integers("no_padding_on_the_left", [0]), padded], "padding_on_the_left_is_not_supported"
-        )
-        writer.node("Cast", [writer.node("Add", [last, checked], "last_token_checked")], "seqlens_k", to=INT32)
-        shape = writer.node("Shape", ["attention_mask"], "mask_shape")
-        total = writer.node("Gather", [shape, "one"], "mask_width", axis=0)
-        writer.node("Cast", [total], "total_sequence_length", to=INT32)
+    def _norm(self, index: int, role: str) -> str | None:
+        return self._spec.norm(index, role) if role in self._spec.family.norms else None
 
-    def _position_ids(self, input_ids: str) -> None:
-        """``position_ids`` int64 [batch, sequence]: how many tokens of the row come before each."""
-        writer = self._writer
-        seen = writer.node("CumSum", ["attention_mask", "one"], "tokens_seen")
-        positions = writer.node("Sub", [seen, "one"], "all_positions")
-        width = writer.node("Shape", [input_ids], "sequence_shape", start=1, end=2)
-        start = writer.node("Neg", [width], "first_new_position")
-        writer.node("Slice", [positions, start, writer.integers("end", [_TO_THE_END]), "axis_1"], "position_ids")
-
-    def _rotary_tables(self) -> None:
-        """``cos_cache`` and ``sin_cache`` fp32 [max_positions, head_dim / 2], in the arithmetic of transformers."""
-        frequencies, factor = rope_frequencies(self._model.config)
-        positions = torch.arange(self._spec.max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, torch.tensor(frequencies, dtype=torch.float32))
-        for name, table in (("cos_cache", angles.cos()), ("sin_cache", angles.sin())):
-            self._writer.tensor(name, (table * factor).numpy())
-
-    def _dense(self, name: str) -> NDArray[np.float32]:
-        array: NDArray[np.float32] = self._model.dense(name).float().numpy()
-        return array
-
-    def _add_and_norm(self, norm: str, residual: str, branch: str | None) -> tuple[str, str]:
-        """(RMS norm of residual + branch, that sum); the sum is ``residual`` itself before the first block."""
-        weight = self._writer.tensor(f"{norm}.weight", self._dense(f"{norm}.weight"))
-        epsilon = self._spec.norm_eps
+    def _enter(self, norm: str | None, residual: str, branch: str | None, gain: float = 1.0) -> tuple[str, str]:
+        """(what enters a branch, the residual stream with the last branch added); before the first there is none."""
         if branch is None:
-            normed = self._writer.node(
-                "SimplifiedLayerNormalization", [residual, weight], norm, epsilon=epsilon, axis=-1, stash_type=1
-            )
-            return normed, residual
-        total = f"{norm}.sum"
-        normed = self._writer.node(
-            "SkipSimplifiedLayerNormalization",
-            [branch, residual, weight],
-            norm,
-            outputs=[norm, "", "", total],
-            domain=MICROSOFT,
-            epsilon=epsilon,
-        )
-        return normed, total
+            return (residual if norm is None else self._layers.norm(norm, residual, gain)), residual
+        if norm is None:
+            total = self._writer.node("Add", [residual, branch], f"{branch}.added")
+            return total, total
+        return self._layers.add_and_norm(norm, residual, branch, gain)
 
-    def _attention(self, index: int, hidden: str) -> str:
-        spec, writer = self._spec, self._writer
-        query, key, value = (self._layers.linear(spec.linear(index, role), hidden) for role in ("q", "k", "v"))
-        tables = ["cos_cache", "sin_cache"]
-        if not self._rotates_inside:
-            query, key = (self._rotate(projection) for projection in (query, key))
-            tables = []
-        past, present = [], []
-        for part in ("key", "value"):
-            names = PAST.format(index=index, part=part), PRESENT.format(index=index, part=part)
-            past_dims: Dims = ["batch_size", spec.kv_heads, "past_sequence_length", spec.head_dim]
-            past.append(writer.input(names[0], FLOAT, past_dims))
-            writer.output(names[1], FLOAT, [*past_dims[:2], "total_sequence_length", spec.head_dim])
-            present.append(names[1])
-        attention = f"{spec.family.block.format(index=index)}.attention"
-        mixed = writer.node(
-            "GroupQueryAttention",
-            [query, key, value, *past, "seqlens_k", "total_sequence_length", *tables],
-            attention,
-            outputs=[attention, *present],
-            domain=MICROSOFT,
-            num_heads=spec.heads,
-            kv_num_heads=spec.kv_heads,
-            do_rotary=int(self._rotates_inside),
-        )
-        return self._layers.linear(spec.linear(index, "o"), mixed)
+    def _leave(self, norm: str | None, branch: str) -> str:
+        """What a branch adds to the residual stream."""
+        normed = branch if norm is None else self._layers.norm(norm, branch)
+        return self._scaled(normed, self._spec.scaling.residual)
 
-    def _rotate(self, projection: str) -> str:
-        """Rotary on [batch, sequence, heads * head_dim]; the head size follows from the width of the tables."""
-        inputs = [projection, "position_ids", "cos_cache", "sin_cache"]
-        return self._writer.node("RotaryEmbedding", inputs, f"{projection}.rotated", domain=MICROSOFT)
-
-    def _feed_forward(self, index: int, hidden: str) -> str:
-        spec, writer = self._spec, self._writer
-        gate = self._layers.linear(spec.linear(index, "gate"), hidden)
-        up = self._layers.linear(spec.linear(index, "up"), hidden)
-        product = writer.node("Mul", [self._activation(gate), up], f"{gate}.gated")
-        return self._layers.linear(spec.linear(index, "down"), product)
-
-    def _activation(self, gate: str) -> str:
-        writer, name = self._writer, f"{gate}.activated"
-        kind = ACTIVATIONS[self._spec.activation]
-        if kind == "silu":
-            return writer.node("Mul", [gate, writer.node("Sigmoid", [gate], f"{gate}.sigmoid")], name)
-        if kind == "relu":
-            return writer.node("Relu", [gate], name)
-        return writer.node("Gelu", [gate], name, approximate="tanh" if kind == "gelu_tanh" else "none")
+    def _scaled(self, value: str, factor: float) -> str:
+        if factor == 1.0:
+            return value
+        return self._writer.node("Mul", [value, self._writer.constant(float(factor))], f"{value}.scaled")
 
     def _head(self, hidden: str) -> None:
-        spec = self._spec
-        self._writer.output("logits", FLOAT, ["batch_size", "sequence_length", spec.vocab_size])
+        """Logits, which are fp32 whatever the graph computes in."""
+        spec, cap, writer = self._spec, self._spec.scaling.logits_cap, self._writer
+        writer.output("logits", FLOAT, ["batch_size", "sequence_length", spec.vocab_size])
+        output = "logits" if cap is None and writer.float_type == FLOAT else "head_outputs"
         if spec.tied:
-            self._layers.tied_head(spec.family.embedding, spec.family.head, hidden, "logits")
+            self._layers.tied_head(spec.family.embedding, spec.family.head, hidden, output)
         else:
-            self._layers.linear(spec.family.head, hidden, "logits")
+            self._layers.linear(spec.family.head, hidden, output)
+        if cap is not None:
+            limit = writer.constant(float(cap))
+            squashed = writer.node("Tanh", [writer.node("Div", [output, limit], "head_in_caps")], "head_squashed")
+            output = writer.node("Mul", [squashed, limit], "head_capped")
+        if output != "logits":
+            writer.node("Cast", [output], "logits", to=FLOAT)

@@ -9,7 +9,8 @@ from typing import Any
 
 from compress.models.topology import DecoderSpec
 from compress.session import CompressedModel
-from exporters.onnx.decoder import PAST, PRESENT
+from exporters.onnx.attention import PAST, PRESENT
+from exporters.onnx.limits import STANDARD, context_length
 
 COMPANIONS = (
     "tokenizer.json",
@@ -28,17 +29,17 @@ _DEFAULT_MAX_LENGTH = 4096
 """onnxruntime-genai allocates the whole key/value cache for this length at once."""
 
 
-def write_companions(model: CompressedModel, spec: DecoderSpec, out: Path, entry: str) -> None:
+def write_companions(model: CompressedModel, spec: DecoderSpec, out: Path, entry: str, dialect: str) -> None:
     """Copy the companions, write ``config.json`` and ``genai_config.json``. OSError passes through."""
     for name in COMPANIONS:
         source = model.folder / name
         if source.is_file():
             shutil.copyfile(source, out / name)
     _write_json(out / "config.json", dict(model.config))
-    _write_json(out / "genai_config.json", genai_config(spec, entry, _eos_token_ids(model, spec)))
+    _write_json(out / "genai_config.json", genai_config(spec, entry, _eos_token_ids(model, spec), dialect))
 
 
-def genai_config(spec: DecoderSpec, entry: str, eos_token_ids: list[int]) -> dict[str, Any]:
+def genai_config(spec: DecoderSpec, entry: str, eos_token_ids: list[int], dialect: str) -> dict[str, Any]:
     """What onnxruntime-genai needs to run ``entry``; it refuses keys that it does not know."""
     names = {"index": "%d"}
     tokens: dict[str, Any] = {"bos_token_id": spec.bos_token_id, "pad_token_id": spec.pad_token_id}
@@ -48,8 +49,9 @@ def genai_config(spec: DecoderSpec, entry: str, eos_token_ids: list[int]) -> dic
         tokens["pad_token_id"] = eos_token_ids[0] if spec.pad_token_id is None else spec.pad_token_id
     return {
         "model": {
-            "type": "llama",
-            "context_length": spec.max_positions,
+            # Any family: the graph says what it computes. Types of that name would bring habits of their own.
+            "type": "decoder",
+            "context_length": context_length(spec),
             "vocab_size": spec.vocab_size,
             **{name: value for name, value in tokens.items() if value is not None},
             "decoder": {
@@ -75,8 +77,8 @@ def genai_config(spec: DecoderSpec, entry: str, eos_token_ids: list[int]) -> dic
         },
         "search": {
             "do_sample": False,
-            "max_length": min(spec.max_positions, _DEFAULT_MAX_LENGTH),
-            "past_present_share_buffer": True,
+            "max_length": min(context_length(spec), _DEFAULT_MAX_LENGTH),
+            "past_present_share_buffer": dialect != STANDARD,
         },
     }
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.models.topology import DecoderSpec
 from compress.session import CompressedModel
 from exporters.onnx.layout import to_blocks, to_codebook_blocks
-from exporters.onnx.writer import FLOAT, MICROSOFT, GraphWriter
+from exporters.onnx.writer import FLOAT16, MICROSOFT, GraphWriter
 
 _QUANT_TYPES = {"nf4": 1}
 """Codebook -> ``quant_type`` of MatMulBnb4."""
@@ -30,8 +35,9 @@ class _Stored:
 class LayerWriter:
     """Adds layers of ``model`` to a graph. A node carries the layer's name, which is how the reader finds it."""
 
-    def __init__(self, model: CompressedModel, writer: GraphWriter, accuracy_level: int) -> None:
+    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, accuracy_level: int) -> None:
         self._model = model
+        self._spec = spec
         self._writer = writer
         self._accuracy_level = accuracy_level
         self._embeddings: dict[str, _Stored] = {}
@@ -41,17 +47,50 @@ class LayerWriter:
         output = output or layer
         bias = self._bias(layer)
         scheme = self._model.schemes.get(layer)
-        if scheme is not None and scheme.codebook is not None:
-            return self._matmul_bnb4(layer, value, output, bias)
         if scheme is not None:
-            return self._matmul_nbits(self._store(layer), layer, value, output, bias)
-        weight = self._writer.tensor(f"{layer}.weight", self._model.weight(layer).numpy().T)
+            return self._quantised(layer, value, output, bias)
+        weight = self._writer.floats(f"{layer}.weight", self._model.weight(layer).numpy().T)
         return self._matmul(layer, [value, weight], output, bias)
 
+    def roles(self, index: int, widths: Mapping[str, int], value: str) -> dict[str, str]:
+        """Role -> output of its layer in block ``index``, or its part of a fused one's; ``widths`` in their order."""
+        spec, roles = self._spec, list(widths)
+        for fused, parts in spec.family.fused.items():
+            if list(parts) == roles:
+                joined = self.linear(spec.linear(index, fused), value)
+                names = [f"{joined}.{role}" for role in roles]
+                sizes = self._writer.constant(list(widths.values()))
+                self._writer.node("Split", [joined, sizes], f"{joined}.split", outputs=names, axis=-1)
+                return dict(zip(roles, names, strict=True))
+        return {role: self.linear(spec.linear(index, role), value) for role in roles}
+
+    def norm(self, norm: str, value: str, gain: float = 1.0) -> str:
+        """RMS norm over the last axis, times ``gain``."""
+        inputs = [value, self._norm_weight(norm, gain)]
+        epsilon = self._spec.norm_eps
+        return self._writer.node("SimplifiedLayerNormalization", inputs, norm, epsilon=epsilon, axis=-1, stash_type=1)
+
+    def add_and_norm(self, norm: str, residual: str, branch: str, gain: float = 1.0) -> tuple[str, str]:
+        """(RMS norm of residual + branch, times ``gain``; that sum)."""
+        total = f"{norm}.sum"
+        normed = self._writer.node(
+            "SkipSimplifiedLayerNormalization",
+            [branch, residual, self._norm_weight(norm, gain)],
+            norm,
+            outputs=[norm, "", "", total],
+            domain=MICROSOFT,
+            epsilon=self._spec.norm_eps,
+        )
+        return normed, total
+
+    def _norm_weight(self, norm: str, gain: float) -> str:
+        weight = self._model.dense(f"{norm}.weight").float() + self._spec.family.norm_offset
+        return self._writer.floats(f"{norm}.weight", (weight * gain).numpy())
+
     def embedding(self, layer: str, input_ids: str) -> str:
-        """Rows of the embedding, fp32 [batch, sequence, hidden]."""
+        """Rows of the embedding [batch, sequence, hidden]."""
         if layer not in self._model.schemes:
-            weight = self._writer.tensor(f"{layer}.weight", self._model.weight(layer).numpy())
+            weight = self._writer.floats(f"{layer}.weight", self._model.weight(layer).numpy())
             return self._writer.node("Gather", [weight, input_ids], layer)
         stored = self._embeddings[layer] = self._store(layer, flat=True)
         rows = self._writer.node(
@@ -67,10 +106,8 @@ class LayerWriter:
         if stored.columns % stored.block == 0:
             return rows
         # Codes are padded to whole blocks; the columns beyond the width are not part of the embedding.
-        bounds = [
-            self._writer.integers(f"{layer}.{name}", [at]) for name, at in (("first", 0), ("width", stored.columns))
-        ]
-        return self._writer.node("Slice", [rows, *bounds, self._writer.integers(f"{layer}.axis", [2])], f"{layer}.cut")
+        bounds = [self._writer.constant([number]) for number in (0, stored.columns, 2)]
+        return self._writer.node("Slice", [rows, *bounds], f"{layer}.cut")
 
     def tied_head(self, embedding: str, head: str, value: str, output: str) -> str:
         """``value @ embedding.T``, from the very tensors that :meth:`embedding` stored."""
@@ -80,11 +117,16 @@ class LayerWriter:
         weight = self._writer.node("Transpose", [f"{embedding}.weight"], f"{head}.transposed", perm=[1, 0])
         return self._matmul(head, [value, weight], output, bias)
 
+    def _quantised(self, layer: str, value: str, output: str, bias: str | None) -> str:
+        if self._model.schemes[layer].codebook is not None:
+            return self._matmul_bnb4(layer, value, output, bias)
+        return self._matmul_nbits(self._store(layer), layer, value, output, bias)
+
     def _bias(self, layer: str) -> str | None:
         name = f"{layer}.bias"
         if not self._model.has_dense(name):
             return None
-        return self._writer.tensor(name, self._model.dense(name).float().numpy())
+        return self._writer.floats(name, self._model.dense(name).float().numpy())
 
     def _matmul(self, layer: str, inputs: list[str], output: str, bias: str | None) -> str:
         product = self._writer.node("MatMul", inputs, layer, [output if bias is None else f"{layer}.product"])
@@ -98,10 +140,9 @@ class LayerWriter:
         weight = self._model.quantized(layer)
         packed = to_codebook_blocks(layer, weight)
         codes = self._writer.tensor(f"{layer}.codes", packed.codes)
-        half = self._writer.tensor(f"{layer}.scales", packed.scales)
         product = self._writer.node(
             "MatMulBnb4",
-            [value, codes, self._writer.node("Cast", [half], f"{layer}.scales.fp32", to=FLOAT)],
+            [value, codes, self._scales(layer, packed.scales)],
             layer,
             [output if bias is None else f"{layer}.product"],
             domain=MICROSOFT,
@@ -140,20 +181,19 @@ class LayerWriter:
         if not stored.flat:
             return self._writer.node("Identity", [stored.codes], f"{layer}.blocks")
         blocks = -(-stored.columns // stored.block)
-        shape = self._writer.integers(f"{layer}.shape", [stored.rows, blocks, stored.block * stored.bits // 8])
+        shape = self._writer.constant([stored.rows, blocks, stored.block * stored.bits // 8])
         return self._writer.node("Reshape", [stored.codes, shape], f"{layer}.blocks")
 
     def _store(self, layer: str, flat: bool = False) -> _Stored:
-        """Write the tensors of a quantised layer. Scales lie in fp16; both operators want them in fp32."""
+        """Write the tensors of a quantised layer."""
         weight = self._model.quantized(layer)
         rows, columns = weight.shape
         packed = to_blocks(layer, weight)
         codes = packed.codes.reshape(rows, -1) if flat else packed.codes
         zero_points = packed.zero_points
-        half = self._writer.tensor(f"{layer}.scales", packed.scales)
         return _Stored(
             codes=self._writer.tensor(f"{layer}.codes", codes),
-            scales=self._writer.node("Cast", [half], f"{layer}.scales.fp32", to=FLOAT),
+            scales=self._scales(layer, packed.scales),
             zero_points=None if zero_points is None else self._writer.tensor(f"{layer}.zero_points", zero_points),
             rows=rows,
             columns=columns,
@@ -161,3 +201,8 @@ class LayerWriter:
             bits=weight.scheme.bits,
             flat=flat,
         )
+
+    def _scales(self, layer: str, scales: NDArray[np.float16]) -> str:
+        """Scales lie in fp16; operators want them in the type of their inputs."""
+        half, kind = self._writer.tensor(f"{layer}.scales", scales), self._writer.float_type
+        return half if kind == FLOAT16 else self._writer.node("Cast", [half], f"{layer}.scales.cast", to=kind)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from compress.errors import CompressError
 from compress.packing import U8, pack_bits
-from exporters.onnx.limits import block_size
+from exporters.onnx.limits import block_size, standard_block
 
 if TYPE_CHECKING:
     from compress.tensor import QuantizedTensor
@@ -61,6 +61,45 @@ def to_codebook_blocks(layer: str, weight: QuantizedTensor) -> BlockLayout:
     pairs = weight.codes.numpy().reshape(-1, 2)
     packed = pairs[:, 0] << np.uint8(4) | pairs[:, 1]
     return BlockLayout(block, packed, _half(layer, weight.scale.numpy()[:, group]).reshape(-1), None)
+
+
+@dataclass(frozen=True)
+class ColumnLayout:
+    """The three tensors of a layer for DequantizeLinear, [in, out] and [in / block, out], packed throughout.
+
+    ``codes`` and ``zero_points`` are bytes of numbers of ``type`` (int4, int8, uint4, uint8); without zero points codes
+    are centred on 0. ``scales`` float16. ``shape``: (in, out).
+    """
+
+    block: int
+    shape: tuple[int, int]
+    type: str
+    codes: U8
+    scales: NDArray[np.float16]
+    zero_points: U8 | None
+
+
+def to_columns(layer: str, weight: QuantizedTensor) -> ColumnLayout:
+    """Pack ``weight``, low half first (ONNX, TensorProto); CompressError as for :func:`to_blocks`."""
+    scheme, (rows, columns) = weight.scheme, weight.shape
+    block = standard_block(scheme, columns)
+    assert block is not None
+    group = np.arange(columns // block) * block // scheme.width(columns)
+    codes, zero = weight.codes.numpy(), None
+    if weight.zero is None:
+        # Of a signed number only the low bits are kept.
+        codes = (codes - np.uint8(scheme.midpoint)) & np.uint8(scheme.levels - 1)
+    else:
+        zero = _through(weight.zero.numpy()[:, group], scheme.bits)
+    kind = f"{'int' if zero is None else 'uint'}{scheme.bits}"
+    scales = np.ascontiguousarray(_half(layer, weight.scale.numpy()[:, group]).T)
+    return ColumnLayout(block, (columns, rows), kind, _through(codes, scheme.bits), scales, zero)
+
+
+def _through(numbers: U8, bits: int) -> U8:
+    """Bytes of the transposed matrix, element after element."""
+    packed: U8 = pack_bits(np.ascontiguousarray(numbers.T).reshape(1, -1), bits)[0]
+    return packed
 
 
 def _half(layer: str, scales: NDArray[np.float32]) -> NDArray[np.float16]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compress.scheme import QuantScheme, compact_bits
 
@@ -15,9 +15,26 @@ if TYPE_CHECKING:
     from compress.models.topology import DecoderSpec
 
 BITS = (2, 4, 8)
+STANDARD_BITS = (4, 8)
+STANDARD = "standard"
+DIALECTS = ("onnxruntime", STANDARD)
+"""Operators of ONNX Runtime too, or those of the ONNX standard alone."""
+DIALECT_REMARKS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        DIALECTS[0]: (),
+        STANDARD: (
+            "in the standard dialect a runtime decides whether activations are rounded: accuracy_level is not used",
+        ),
+    }
+)
 MIN_BLOCK = 16
 INT8_ACTIVATIONS = 4
 """``accuracy_level`` of MatMulNBits that rounds the activations to 8 bits; 0 leaves them in fp32."""
+
+FLOAT_BITS: Mapping[str, int] = MappingProxyType({"f32": 32, "f16": 16})
+"""``float_type`` -> bits of a number."""
+PARITY_KLD: Mapping[str, float] = MappingProxyType({"f32": 1e-5, "f16": 8e-3})
+"""``float_type`` -> highest mean KLD (nats) of a file that computes what it should."""
 
 _CODEBOOK_BLOCKS = (256, 128, 64, 32, 16)
 """What MatMulBnb4 takes. Its blocks run on from row to row: only blocks that divide the width keep rows apart."""
@@ -41,11 +58,9 @@ _OTHERS: Mapping[str, str] = MappingProxyType(
 )
 """Kinds of schemes whose weights no operator decodes -> what would do."""
 
-FAMILIES = ("llama",)
-"""Families whose graph the exporter builds."""
-
-STATIC_ROPE = ("default", "linear", "dynamic", "yarn", "llama3")
-"""Rotary types whose frequencies do not depend on the length of the input up to ``max_positions``."""
+_LONGROPE = "longrope"
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", _LONGROPE)
+"""Rotary types whose frequencies do not depend on the length of the input up to :func:`context_length`."""
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -69,6 +84,35 @@ def block_size(scheme: QuantScheme, columns: int) -> int:
         candidates = [block for block in _CHANNEL_BLOCKS if scheme.bits > 2 or block <= _MAX_BLOCK_2BIT]
         return min(candidates, key=lambda block: row_bytes(scheme, columns, block))
     return min(scheme.group_size, _MAX_BLOCK_2BIT) if scheme.bits == 2 else scheme.group_size
+
+
+def standard_block(scheme: QuantScheme, columns: int) -> int | None:
+    """Inputs that share a stored scale in DequantizeLinear, or None where the group does not divide the row.
+
+    One group per row becomes blocks that runtimes are quick with, each with the same scale.
+    """
+    if scheme.group_size is not None:
+        return scheme.group_size if columns % scheme.group_size == 0 else None
+    return next((block for block in _CODEBOOK_BLOCKS if columns % block == 0), None)
+
+
+def standard_complaint(scheme: QuantScheme, columns: int) -> str | None:
+    """Why DequantizeLinear of opset 23 cannot hold a layer by this scheme and what would do, or None."""
+    if scheme.codebook is not None or scheme.bits not in STANDARD_BITS:
+        return "the standard dialect stores 4 or 8 bits; use int4-g32 or int8-g32, or dialect: onnxruntime"
+    if standard_block(scheme, columns) is None:
+        return f"DequantizeLinear needs groups that divide the {columns} inputs; use another, or dialect: onnxruntime"
+    return None
+
+
+def standard_bits(scheme: QuantScheme, shape: tuple[int, int]) -> int:
+    """Bits of a layer in the standard dialect: codes, fp16 scales, zero points, each to whole bytes."""
+    rows, columns = shape
+    block = standard_block(scheme, columns)
+    assert block is not None
+    blocks = rows * (columns // block)
+    zero_points = 0 if scheme.symmetric else -(-blocks * scheme.bits // 8)
+    return 8 * (-(-rows * columns * scheme.bits // 8) + 2 * blocks + zero_points)
 
 
 def row_bytes(scheme: QuantScheme, columns: int, block: int) -> int:
@@ -99,6 +143,10 @@ def layer_complaint(scheme: QuantScheme, columns: int, accuracy_level: int, gath
     return None
 
 
+def _gathered_complaint(scheme: QuantScheme, gathered: bool) -> str | None:
+    return "no runtime gathers columns of 4-bit numbers; use int8-g32" if gathered and scheme.bits == 4 else None
+
+
 def _codebook_complaint(scheme: QuantScheme, columns: int, gathered: bool) -> str | None:
     if gathered:
         return f"no operator gathers rows of an embedding in {scheme.codebook}; use int8-g32 or int4-g32"
@@ -110,9 +158,14 @@ def _codebook_complaint(scheme: QuantScheme, columns: int, gathered: bool) -> st
     return None
 
 
-def stored_bits(scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
+def stored_bits(scheme: QuantScheme | None, shape: tuple[int, int], float_type: str, dialect: str) -> int:
     """Bits of a linear layer in the file; of a scheme that cannot be held, what a compact file holds."""
-    if scheme is None or layer_complaint(scheme, shape[1], accuracy_level=0) is not None:
+    if scheme is None:
+        return shape[0] * shape[1] * FLOAT_BITS[float_type]
+    if dialect == STANDARD:
+        held = standard_complaint(scheme, shape[1]) is None
+        return standard_bits(scheme, shape) if held else compact_bits(scheme, shape)
+    if layer_complaint(scheme, shape[1], accuracy_level=0) is not None:
         return compact_bits(scheme, shape)
     return 8 * shape[0] * row_bytes(scheme, shape[1], block_size(scheme, shape[1]))
 
@@ -142,15 +195,38 @@ def tokenizer_remarks(folder: Path, vocab_size: int) -> list[str]:
     return [f"{outside} of the tokenizer's tokens lie beyond the {vocab_size} rows of the embedding"]
 
 
+def _ropes(spec: DecoderSpec) -> list[Mapping[str, Any]]:
+    return [kind.rope for kind in spec.attentions if kind.rope is not None]
+
+
+def context_length(spec: DecoderSpec) -> int:
+    """Tokens of the longest sequence that the graph computes.
+
+    Beyond its original positions longrope turns all tokens by other frequencies, those in the cache too: no graph does.
+    """
+    long = [rope["original_max_position_embeddings"] for rope in _ropes(spec) if rope.get("rope_type") == _LONGROPE]
+    return min(spec.max_positions, *map(int, long)) if long else spec.max_positions
+
+
+def context_remarks(spec: DecoderSpec) -> list[str]:
+    """A context that ends before the model's positions do."""
+    length = context_length(spec)
+    if length == spec.max_positions:
+        return []
+    return [
+        f"the file takes {length} tokens of the model's {spec.max_positions}: beyond its original positions "
+        f"{_LONGROPE} turns every token by other frequencies, those in the cache too, which no graph can do"
+    ]
+
+
 def complaints(
     spec: DecoderSpec,
     plan: Mapping[str, QuantScheme],
     shapes: Mapping[str, tuple[int, int]],
     accuracy_level: int,
+    dialect: str,
 ) -> list[str]:
     """Everything in this model and plan that the graph could not compute, one an offender."""
-    if spec.family.name not in FAMILIES:
-        return [f"the ONNX exporter does not know the family '{spec.family.name}'; it knows {', '.join(FAMILIES)}"]
     found = []
     if spec.head_dim % 8:
         found.append(f"head size {spec.head_dim}: GroupQueryAttention needs a multiple of 8")
@@ -158,15 +234,15 @@ def complaints(
         found.append(f"{spec.heads} heads share {spec.kv_heads} key/value heads: GroupQueryAttention needs a multiple")
     if spec.activation not in ACTIVATIONS:
         found.append(f"activation '{spec.activation}' is not supported; known: {', '.join(ACTIVATIONS)}")
-    rope_type = spec.rope.get("rope_type", "default")
-    if rope_type not in STATIC_ROPE:
-        found.append(
-            f"rotary type '{rope_type}' is not supported: one table of cos and sin must serve every length; "
-            f"known: {', '.join(STATIC_ROPE)}"
-        )
+    for rope_type in sorted({rope.get("rope_type", "default") for rope in _ropes(spec)} - set(ROPE_TYPES)):
+        found.append(f"rotary type '{rope_type}' is not supported; known: {', '.join(ROPE_TYPES)}")
     for layer, scheme in plan.items():
         rows, columns = shapes[layer]
-        reason = layer_complaint(scheme, columns, accuracy_level, gathered=layer == spec.family.embedding)
+        gathered = layer == spec.family.embedding
+        if dialect == STANDARD:
+            reason = standard_complaint(scheme, columns) or _gathered_complaint(scheme, gathered)
+        else:
+            reason = layer_complaint(scheme, columns, accuracy_level, gathered)
         if reason is not None:
             found.append(f"{layer} ({rows} x {columns}): {scheme}: {reason}")
     return found

@@ -22,12 +22,17 @@ _WEIGHT_INPUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "MatMulNBits": {"codes": 1, "scales": 2, "zero_points": 3},
         "MatMulBnb4": {"codes": 1, "scales": 2},
         "GatherBlockQuantized": {"codes": 0, "scales": 2, "zero_points": 3},
+        "DequantizeLinear": {"codes": 0, "scales": 1, "zero_points": 2},
         "MatMul": {"weight": 1},
         "Gather": {"weight": 0},
     }
 )
 """Operators that hold a layer's weight, and the input where each part of it lies."""
 _NF4_QUANT_TYPE = 1
+_BITS: Mapping[int, int] = MappingProxyType(
+    {onnx.TensorProto.INT4: 4, onnx.TensorProto.UINT4: 4, onnx.TensorProto.INT8: 8, onnx.TensorProto.UINT8: 8}
+)
+"""Types of codes that are matrices of numbers, not of bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,16 @@ class _Graph:
         self._folder = path.parent
         self._producers = {node.output[0]: node for node in model.graph.node}
         self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in model.graph.initializer}
-        found = (self._layer(node) for node in model.graph.node)
-        self.layers = {layer.name: layer for layer in found if layer is not None}
+        self._nodes = {node.name: node for node in model.graph.node}
+        found = [layer for layer in map(self._layer, model.graph.node) if layer is not None]
+        # What turns codes into numbers is no layer, and codes that serve twice (a tied head) are one.
+        parts = {name for layer in found for role, name in layer.tensors.items() if role not in ("codes", "weight")}
+        self.layers: dict[str, _Layer] = {}
+        for layer in found:
+            main = next(iter(layer.tensors.values()))
+            if main not in parts:
+                self.layers[layer.name] = layer
+                parts.add(main)
 
     def array(self, name: str) -> NDArray[Any]:
         """The values of a stored tensor."""
@@ -65,15 +78,17 @@ class _Graph:
         """Bytes that a stored tensor takes."""
         tensor = self.tensors[name]
         count: int = math.prod(tensor.dims)
-        itemsize: int = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        return count * itemsize
+        bits: int = _BITS.get(tensor.data_type, 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+        return -(-count * bits // 8)
 
     def weight(self, layer: _Layer) -> NDArray[np.float32]:
         """float32 [out, in]: ``(code - zero point) * scale``, or the stored numbers themselves."""
         if layer.scheme is None:
-            stored: NDArray[np.float32] = self.array(layer.tensors["weight"])
+            stored: NDArray[np.float32] = self.array(layer.tensors["weight"]).astype(np.float32)
             return stored.T if layer.transposed else stored
         rows, columns = layer.shape
+        if layer.transposed:
+            return self._columns_weight(layer, layer.scheme)
         if layer.scheme.codebook is not None:
             return self._codebook_weight(layer, layer.scheme)
         bits, block = layer.scheme.bits, layer.scheme.width(columns)
@@ -85,6 +100,31 @@ class _Graph:
             zero_points = _split_bytes(self.array(layer.tensors["zero_points"]), bits)[:, :blocks]
         centred = codes.reshape(rows, blocks, block) - zero_points[:, :, None]
         return (centred * scales[:, :, None]).reshape(rows, -1)[:, :columns]
+
+    def _columns_weight(self, layer: _Layer, scheme: QuantScheme) -> NDArray[np.float32]:
+        """float32 [out, in] of codes [in, out] with scales [in / block, out]; signed codes have no zero points."""
+        block = scheme.width(layer.shape[1])
+        parts = {role: self.array(name).astype(np.float32) for role, name in layer.tensors.items()}
+        codes = parts["codes"]
+        if "zero_points" in parts:
+            codes = codes - parts["zero_points"].repeat(block, axis=0)
+        weight: NDArray[np.float32] = codes * parts["scales"].repeat(block, axis=0)
+        return np.ascontiguousarray(weight.T)
+
+    def _columns_layer(self, node: Any, codes: Any) -> _Layer:
+        """Of a DequantizeLinear, or of the Gathers that take an embedding's columns apart."""
+        tensors = {"codes": codes.name}
+        if node.op_type == "Gather":
+            for role, gathered in (("scales", "scale"), ("zero_points", "zero")):
+                other = self._nodes.get(f"{node.name}.{gathered}.columns")
+                tensors |= {} if other is None else {role: self._source(other.input[0])}
+        else:
+            roles = _WEIGHT_INPUTS[node.op_type]
+            tensors = {role: self._source(node.input[at]) for role, at in roles.items() if at < len(node.input)}
+        rows, columns = reversed(codes.dims)
+        block = columns // self.tensors[tensors["scales"]].dims[0]
+        scheme = QuantScheme(_BITS[codes.data_type], block, symmetric="zero_points" not in tensors)
+        return _Layer(node.name, (rows, columns), scheme, True, tensors)
 
     def _codebook_weight(self, layer: _Layer, scheme: QuantScheme) -> NDArray[np.float32]:
         """float32 [out, in]: bytes hold two codes, high half first; blocks run through all rows."""
@@ -109,6 +149,8 @@ class _Graph:
             return _Layer(node.name, (attributes["N"], attributes["K"]), scheme, False, tensors)
         if main is None or len(main.dims) < 2:
             return None
+        if node.op_type in ("DequantizeLinear", "Gather") and main.data_type in _BITS:
+            return self._columns_layer(node, main)
         transposed = node.op_type == "MatMul"
         if "weight" in tensors:
             rows, columns = reversed(main.dims) if transposed else main.dims

@@ -10,13 +10,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from compress import __version__
+from compress.errors import CompressError
 
 MICROSOFT = "com.microsoft"
 _OPSETS = (("", 21), (MICROSOFT, 1))
-_IR_VERSION = 10
+_STANDARD_OPSETS = (("", 23),)
 _INLINE_BYTES = 1024
 """Tensors up to this size stay in the model file."""
 _ALIGNMENT = 64
@@ -33,13 +34,18 @@ class GraphWriter:
     Appending to an existing data file would keep the old tensors in it, referenced by nothing (onnx/onnx #6655).
     """
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, float_type: str, standard: bool = False) -> None:
+        self.float_type: int = _FLOAT_TYPES[float_type]
+        """ONNX's number of the type of hidden states, norms, cache and whatever else is no integer."""
+        self._dtype = helper.tensor_dtype_to_np_dtype(self.float_type)
+        self._standard = standard
         self._model = model
         self._data: BinaryIO = model.with_name(f"{model.name}.data").open("xb")
         self._nodes: list[Any] = []
         self._initializers: list[Any] = []
         self._inputs: list[Any] = []
         self._outputs: list[Any] = []
+        self._constants: set[str] = set()
 
     def __enter__(self) -> GraphWriter:
         return self
@@ -74,15 +80,23 @@ class GraphWriter:
 
     def tensor(self, name: str, array: NDArray[Any]) -> str:
         """An initializer: written to the data file now, or inline when small. OSError passes through."""
+        return self._store(name, array, array.shape, helper.np_dtype_to_tensor_dtype(array.dtype))
+
+    def packed(self, name: str, stored: NDArray[np.uint8], shape: tuple[int, ...], kind: str) -> str:
+        """An initializer [shape] of int4, uint4, int8 or uint8 numbers from their bytes. OSError passes through."""
+        return self._store(name, stored, shape, TensorProto.DataType.Value(kind.upper()))
+
+    def _store(self, name: str, array: NDArray[Any], shape: tuple[int, ...], kind: int) -> str:
         if array.nbytes <= _INLINE_BYTES:
-            self._initializers.append(numpy_helper.from_array(array, name))
+            proto = TensorProto(name=name, dims=shape, data_type=kind, raw_data=array.tobytes())
+            self._initializers.append(proto)
             return name
         alignment = _PAGE if array.nbytes >= _PAGE_ALIGNED_FROM else _ALIGNMENT
         self._data.write(bytes(-self._data.tell() % alignment))
         proto = TensorProto(
             name=name,
-            dims=array.shape,
-            data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
+            dims=shape,
+            data_type=kind,
             data_location=TensorProto.EXTERNAL,
         )
         place = {"location": f"{self._model.name}.data", "offset": self._data.tell(), "length": array.nbytes}
@@ -92,9 +106,24 @@ class GraphWriter:
         self._initializers.append(proto)
         return name
 
-    def integers(self, name: str, values: Sequence[int] | int) -> str:
-        """A small int64 constant."""
-        return self.tensor(name, np.array(values, dtype=np.int64))
+    def floats(self, name: str, array: NDArray[np.float32]) -> str:
+        """An initializer in the graph's type; CompressError where a number is too large for it."""
+        with np.errstate(over="ignore"):
+            stored = array.astype(self._dtype)
+        lost = int((~np.isfinite(stored)).sum())
+        if lost:
+            raise CompressError(f"{lost} of {array.size} numbers are too large for {self._dtype}", where=name)
+        return self.tensor(name, stored)
+
+    def constant(self, values: Sequence[int] | int | float) -> str:
+        """A small constant, int64 or (a float) in the graph's type; the same one for the same values."""
+        array = np.array(values)
+        array = array.astype(self._dtype if array.dtype.kind == "f" else np.int64)
+        name = f"{array.dtype} {array.tolist()}"
+        if name not in self._constants:
+            self._constants.add(name)
+            self.tensor(name, array)
+        return name
 
     def save(self, metadata: dict[str, str]) -> None:
         """Write the model file, with ``metadata`` as its properties. OSError passes through."""
@@ -103,8 +132,11 @@ class GraphWriter:
             graph,
             producer_name="edgepress",
             producer_version=__version__,
-            ir_version=_IR_VERSION,
-            opset_imports=[helper.make_opsetid(domain, number) for domain, number in _OPSETS],
+            ir_version=11 if self._standard else 10,
+            opset_imports=[
+                helper.make_opsetid(domain, number)
+                for domain, number in (_STANDARD_OPSETS if self._standard else _OPSETS)
+            ],
         )
         helper.set_model_props(model, metadata)
         self._data.flush()
@@ -112,5 +144,10 @@ class GraphWriter:
 
 
 FLOAT: int = onnx.TensorProto.FLOAT
+FLOAT16: int = onnx.TensorProto.FLOAT16
+_FLOAT_TYPES = {"f32": FLOAT, "f16": FLOAT16}
 INT64: int = onnx.TensorProto.INT64
+BOOL: int = onnx.TensorProto.BOOL
 INT32: int = onnx.TensorProto.INT32
+INT8: int = onnx.TensorProto.INT8
+UINT8: int = onnx.TensorProto.UINT8

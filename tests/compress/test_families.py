@@ -194,13 +194,13 @@ def test_fisher_information_is_the_mean_square_of_the_whole_models_gradients(var
 @every_variant
 def test_exporters_refuse_by_name_the_families_whose_graph_they_lack(variant: str, tmp_path: Path) -> None:
     spec = describe(open_checkpoint(saved(variant, tmp_path / "model")).config)
-    for exporter in (OnnxExporter(), GgufExporter()):
-        complaints = exporter.check(spec, {}, {})
-        if spec.family.name == "llama":
-            assert complaints == []
-        else:
-            assert f"does not know the family '{spec.family.name}'" in complaints[0]
-            assert "llama" in complaints[0]
+    assert OnnxExporter().check(spec, {}, {}) == []
+    complaints = GgufExporter().check(spec, {}, {})
+    if spec.family.name == "llama":
+        assert complaints == []
+    else:
+        assert f"does not know the family '{spec.family.name}'" in complaints[0]
+        assert "llama" in complaints[0]
 
 
 def test_an_unknown_family_ends_with_2_and_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

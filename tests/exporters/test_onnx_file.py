@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
-from compress.errors import CompressError
+from compress.errors import CompressError, InputError
 from compress.models.topology import describe
 from compress.packing import unpack_bits
 from compress.protocols import Artifact
@@ -25,7 +26,7 @@ from compress.session import CompressedModel
 from compress.tensor import QuantizedTensor
 from exporters.onnx import OnnxExporter
 from exporters.onnx.layout import to_blocks
-from tests.support import TEMPLATE, naive_round, rounded_model, tiny_llama
+from tests.support import TEMPLATE, fake_quantized, naive_round, rounded_model, tiny_llama
 
 ODD = {"hidden_size": 96, "intermediate_size": 200}
 
@@ -209,6 +210,11 @@ def test_accuracy_level_is_validated(value: Any) -> None:
         OnnxExporter(value)
 
 
+def test_float_type_is_validated() -> None:
+    with pytest.raises(ValueError, match="float_type 'f61' is not known; did you mean 'f16'"):
+        OnnxExporter(float_type="f61")
+
+
 def check(plan: dict[str, str], level: int = 4, **overrides: Any) -> list[str]:
     config = {"model_type": "llama", "vocab_size": 320, "num_hidden_layers": 1, "num_attention_heads": 4} | ODD
     spec = describe(config | {"num_key_value_heads": 2} | overrides)
@@ -245,10 +251,40 @@ def test_check_refuses_models_that_the_operators_do_not_take(override: dict[str,
     assert part in complaint
 
 
-def test_check_refuses_rotary_tables_that_depend_on_the_length() -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 12, "long_factor": [2.0] * 12}
-    [complaint] = check({}, rope_parameters=rope | {"original_max_position_embeddings": 64, "factor": 2.0})
-    assert "rotary type 'longrope'" in complaint
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
+    "long_factor": [2.0 + 0.1 * pair for pair in range(8)],
+    "original_max_position_embeddings": 64,
+    "factor": 4.0,
+}
+
+
+def test_a_file_ends_where_longrope_would_turn_what_is_in_the_cache(tmp_path: Path) -> None:
+    model = rounded_model(tiny_llama(tmp_path / "m", rope_parameters=LONGROPE), tmp_path / "w")
+    spec = describe(model.config)
+    assert OnnxExporter().check(spec, {}, {}) == []
+    [remark] = OnnxExporter().remarks(spec, {})
+    assert "takes 64 tokens of the model's 256" in remark
+    artifact = export(model, tmp_path / "out", 0)
+    assert json.loads((artifact.path / "genai_config.json").read_text())["model"]["context_length"] == 64
+    runtime = OrtRuntime(spin=False)
+    with pytest.raises(InputError, match="a context of 65 tokens was asked for, and the model's positions end at 64"):
+        runtime.load(artifact.path / artifact.entry, 1, 65)
+    runtime.load(artifact.path / artifact.entry, 1, 64)
+    tokens = torch.randint(0, 281, (1, 64), generator=torch.Generator().manual_seed(0))
+    found = torch.from_numpy(runtime.prefill(tokens[0].numpy(), all_logits=True))
+    with torch.no_grad():
+        expected = fake_quantized(model)(tokens).logits[0]
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+def test_a_rotary_type_without_tables_is_refused() -> None:
+    spec = describe({"model_type": "llama", "num_hidden_layers": 1})
+    other = replace(spec, attentions=(replace(spec.attentions[0], rope={"rope_type": "mrope"}),))
+    [complaint] = OnnxExporter().check(other, {}, {})
+    assert complaint.startswith("rotary type 'mrope' is not supported; known: default, linear")
 
 
 def test_tokenizer_remarks(tmp_path: Path) -> None:

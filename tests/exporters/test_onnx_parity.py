@@ -90,7 +90,7 @@ def random_biases(parameters: dict[str, Tensor]) -> None:
 )
 def test_every_scheme_agrees_with_torch(tmp_path: Path, scheme: str, shape: dict[str, int]) -> None:
     model = rounded_model(tiny_llama(tmp_path / "m", **shape), tmp_path / "w", scheme)
-    assert kld(model, tmp_path / "out", tokens()) < FP32_NOISE_KLD <= OnnxExporter.parity_kld
+    assert kld(model, tmp_path / "out", tokens()) < FP32_NOISE_KLD <= OnnxExporter().parity_kld
 
 
 @pytest.mark.parametrize("width", [64, 96, 104], ids=["2 blocks", "3 blocks", "3.25 blocks"])
@@ -162,7 +162,9 @@ def test_a_session_without_graph_optimisation_is_right_too(tmp_path: Path, schem
 
 @pytest.mark.parametrize("head_dim", [16, 24], ids=["rotary inside attention", "rotary operator"])
 @pytest.mark.parametrize(
-    ("batch", "chunks"), [(2, (14,)), (2, (10, 1, 1, 1, 1)), (1, (10, 1, 1, 1, 1)), (1, (5, 6, 3))], ids=str
+    ("batch", "chunks"),
+    [(2, (14,)), (2, (10, 1, 1, 1, 1)), (1, (10, 1, 1, 1, 1)), (1, (5, 6, 3)), (2, (5, 6, 3))],
+    ids=str,
 )
 def test_sequences_continue_from_their_past(tmp_path: Path, batch: int, chunks: tuple[int, ...], head_dim: int) -> None:
     model = rounded_model(tiny_llama(tmp_path / "m", head_dim=head_dim), tmp_path / "w")
@@ -175,42 +177,6 @@ def test_sequences_continue_from_their_past(tmp_path: Path, batch: int, chunks: 
         parts.append(logits)
         done += length
     torch.testing.assert_close(torch.cat(parts, dim=1), logits_of(model, ids), atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize("head_dim", [16, 24], ids=["rotary inside attention", "rotary operator"])
-def test_rows_padded_on_the_right_are_as_if_alone(tmp_path: Path, head_dim: int) -> None:
-    model = rounded_model(tiny_llama(tmp_path / "m", head_dim=head_dim), tmp_path / "w")
-    opened = session(model, tmp_path / "out")
-    prompts, following = tokens(batch=2, length=12), tokens(batch=2, length=2, seed=2)
-    mask = torch.ones(2, 12, dtype=torch.int64)
-    mask[1, 7:] = 0
-    logits, past = step(opened, prompts, mask)
-    alone = [torch.cat([prompts[0], following[0]]), torch.cat([prompts[1, :7], following[1]])]
-    expected = [logits_of(model, row[None])[0] for row in alone]
-    torch.testing.assert_close(logits[0], expected[0][:12], atol=2e-4, rtol=0)
-    torch.testing.assert_close(logits[1, :7], expected[1][:7], atol=2e-4, rtol=0)
-    for index in range(2):
-        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.int64)], dim=1)
-        logits, past = step(opened, following[:, index : index + 1], mask, past)
-        for row, length in enumerate((12, 7)):
-            torch.testing.assert_close(logits[row, 0], expected[row][length + index], atol=2e-4, rtol=0)
-
-
-def test_padding_on_the_left_is_an_error_not_a_wrong_answer(tmp_path: Path) -> None:
-    model = rounded_model(tiny_llama(tmp_path / "m"), tmp_path / "w")
-    opened = session(model, tmp_path / "out")
-    mask = torch.ones(2, 6, dtype=torch.int64)
-    mask[1, :2] = 0
-    with pytest.raises(Exception, match="padding_on_the_left_is_not_supported"):
-        step(opened, tokens(batch=2, length=6), mask)
-
-
-def test_chunks_of_a_batch_are_an_error_not_a_wrong_answer(tmp_path: Path) -> None:
-    opened = session(rounded_model(tiny_llama(tmp_path / "m"), tmp_path / "w"), tmp_path / "out")
-    ids = tokens(batch=2, length=8)
-    _, past = step(opened, ids[:, :4], torch.ones(2, 4, dtype=torch.int64))
-    with pytest.raises(Exception, match="batch_size must be 1 when sequence_length > 1"):
-        step(opened, ids[:, 4:], torch.ones(2, 8, dtype=torch.int64), past)
 
 
 def test_bfloat16_checkpoint_is_computed_in_fp32(tmp_path: Path) -> None:

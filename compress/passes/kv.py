@@ -1,0 +1,126 @@
+"""A quantised key/value cache with static scales, as ONNX Runtime's GroupQueryAttention stores it.
+
+Keys have channels that are large at every token (Hooper et al. 2024, "KVQuant", sec. 3.1; Liu et al. 2024, "KIVI"), so
+a scale for each channel loses far less than one for all. Scales are found after the rotary positions, on what the
+quantised block makes of the calibration tokens; each is the one that leaves the least squared error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from compress.kv import BITS, KVScheme
+from compress.protocols import Resource
+from compress.report import LayerRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from compress.session import Block, Session
+
+CANDIDATES = 32
+LEAST_SHARE = 0.3
+"""Scales are tried from the one that just holds the largest number down to this share of it."""
+
+
+@dataclass(frozen=True)
+class Kv:
+    """Store keys and values in ``bits`` (4 or 8), with a scale for each channel, or for the whole tensor.
+
+    Scales are chosen on the first ``samples`` calibration windows. ``search`` tries scales that clip the largest
+    numbers; without it each scale just holds them.
+    """
+
+    bits: int = 8
+    scales: Literal["channel", "tensor"] = "channel"
+    samples: int = 16
+    search: bool = True
+
+    scope: ClassVar[Literal["block"]] = "block"
+    reads: ClassVar[frozenset[Resource]] = frozenset({"activations", "quantized"})
+    writes: ClassVar[frozenset[Resource]] = frozenset({"kv"})
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits: {self.bits} is not {' or '.join(map(str, BITS))}")
+        if self.samples < 1:
+            raise ValueError(f"samples: {self.samples} is not at least 1")
+
+    def check(self, session: Session) -> Sequence[str]:
+        """Plan the cache; every family has one."""
+        session.kv = KVScheme(self.bits, self.scales == "channel")
+        return []
+
+    def apply(self, session: Session, block: Block) -> list[LayerRecord]:
+        """Choose the block's scales; a record for its keys and one for its values."""
+        from compress.kv import KVScales
+        from compress.models.folding import block_index
+
+        index, scheme = block_index(session.decoder.spec, block.name), session.kv
+        if index is None or scheme is None:
+            return []
+        parts = zip(*_cached(session, block, index, self.samples), strict=True)
+        found = [fit_scale(list(part), scheme, self.search) for part in parts]
+        block.kv = KVScales(scheme, *(fit.scale for fit in found))
+        spec = session.decoder.spec
+        bytes_ = spec.kv_heads * spec.head_dim * scheme.bits // 8
+        return [
+            LayerRecord(f"{block.name} {what}", str(scheme), bytes_, fit.tokens, None, fit.error, fit.plain_error)
+            for what, fit in zip(("keys", "values"), found, strict=True)
+        ]
+
+
+def _cached(session: Session, block: Block, index: int, samples: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values [kv heads, tokens, head size] of each window, as the quantised block makes them; no padding."""
+    assert block.entering is not None
+    tensors = block.dense | {f"{layer}.weight": weight for layer, weight in block.weights.items()}
+    tensors |= {f"{layer}.weight": item.dequantize() for layer, item in block.quantized.items()}
+    found = []
+    with session.decoder.block(index, tensors) as module:
+        for window in range(min(samples, len(block.entering))):
+            keys, values = session.decoder.keys_and_values(index, module, block.entering[window : window + 1])
+            real = slice(None) if session.real is None else session.real[window]
+            found.append((keys[0][:, real], values[0][:, real]))
+    return found
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A scale, float32 [kv heads, head size] or [1, 1], and what it costs: squared error relative to the power."""
+
+    scale: Tensor
+    tokens: int
+    error: float
+    plain_error: float
+    """With the scale that just holds the largest number."""
+
+
+def fit_scale(parts: Sequence[Tensor], scheme: KVScheme, search: bool = True) -> Fit:
+    """The scale with the least squared error over ``parts``, float32 [kv heads, tokens, head size] each."""
+    import torch
+
+    largest = torch.stack([part.abs().amax(1) for part in parts]).amax(0)
+    if not scheme.per_channel:
+        largest = largest.amax().view(1, 1)
+    # A channel that is always 0 has any scale.
+    plain = torch.where(largest > 0, largest / scheme.high, torch.ones_like(largest))
+    scale, least = plain, _error(parts, plain, scheme)
+    plain_error = least
+    for step in range(1, CANDIDATES if search else 1):
+        tried = plain * (1 - (1 - LEAST_SHARE) * step / (CANDIDATES - 1))
+        error = _error(parts, tried, scheme)
+        scale = torch.where(error < least, tried, scale)
+        least = torch.minimum(error, least)
+    power = float(sum(part.double().square().sum() for part in parts)) or 1.0
+    tokens = sum(part.shape[1] for part in parts)
+    return Fit(scale, tokens, float(least.double().sum()) / power, float(plain_error.double().sum()) / power)
+
+
+def _error(parts: Sequence[Tensor], scale: Tensor, scheme: KVScheme) -> Tensor:
+    """Summed squared error of each scale's numbers, in the shape of ``scale``."""
+    import torch
+
+    total = torch.stack([(part - scheme.rounded(part, scale)).square_().sum(1) for part in parts]).sum(0)
+    return total if scheme.per_channel else total.sum().view(1, 1)

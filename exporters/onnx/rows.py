@@ -1,0 +1,44 @@
+"""Rows of a batch without padding: GroupQueryAttention wants the new tokens of a row at its start.
+
+It keeps each row of its cache without gaps, too. Only attention looks at other tokens, so columns are moved before the
+embedding, and moved back before the head: padding may lie anywhere, and no mask slows attention down.
+"""
+
+from __future__ import annotations
+
+from exporters.onnx.writer import INT32, GraphWriter
+
+_TO_THE_END = 2**63 - 1
+
+
+def pack_rows(writer: GraphWriter, input_ids: str, attention_mask: str) -> str:
+    """int64 [batch, sequence]: the new tokens of each row in their order, then what is padding.
+
+    ``attention_mask`` int64 [batch, past + sequence] has 1 for a token and 0 for padding. Makes values that attention
+    reads: ``seqlens_k`` int32 [batch], each row's tokens less one; ``query_seqlens`` int32 [batch], the new ones among
+    them; ``total_sequence_length`` int32, the mask's width; as int64 ``token_count``, ``new_token_count`` [batch] and
+    ``sequence_length`` [1].
+    """
+    columns, one = writer.constant([1]), writer.constant(1)
+    length = writer.node("Shape", [input_ids], "sequence_length", start=1, end=2)
+    start = writer.node("Neg", [length], "first_new_column")
+    new = writer.node("Slice", [attention_mask, start, writer.constant([_TO_THE_END]), columns], "new_mask")
+    for name, mask in (("token_count", attention_mask), ("new_token_count", new)):
+        writer.node("ReduceSum", [mask, columns], name, keepdims=0)
+    writer.node("Cast", [writer.node("Sub", ["token_count", one], "last_token")], "seqlens_k", to=INT32)
+    writer.node("Cast", ["new_token_count"], "query_seqlens", to=INT32)
+    width = writer.node("Shape", [attention_mask], "mask_shape", start=1, end=2)
+    writer.node("Cast", [writer.node("Squeeze", [width], "mask_width")], "total_sequence_length", to=INT32)
+    # Equal entries stay in their order: TopK takes the lower index first.
+    writer.node("TopK", [new, length], "packed_mask", outputs=["packed_mask", "packed_columns"], axis=1)
+    return writer.node("GatherElements", [input_ids, "packed_columns"], "packed_ids", axis=1)
+
+
+def unpack_rows(writer: GraphWriter, hidden: str) -> str:
+    """``hidden`` [batch, sequence, hidden] with every token back in its column; padding gets any token's."""
+    one = writer.constant(1)
+    seen = writer.node("CumSum", ["new_mask", one], "new_tokens_seen")
+    rank = writer.node("Sub", [seen, one], "new_token_rank")
+    inside = writer.node("Max", [rank, writer.constant(0)], "packed_column")
+    indices = writer.node("Unsqueeze", [inside, writer.constant([2])], "packed_indices")
+    return writer.node("GatherND", [hidden, indices], "unpacked", batch_dims=1)
