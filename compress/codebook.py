@@ -10,7 +10,7 @@ from torch import Tensor
 from compress.scheme import CODEBOOKS
 
 CELLS = 1024
-"""Equal cells over -1 to 1, each with at most one boundary between two codes near: much quicker than a bisection."""
+"""Equal cells from the least to the greatest value, each with at most one boundary near: quicker than a bisection."""
 
 
 def code_values(codes: Tensor, name: str) -> Tensor:
@@ -25,7 +25,8 @@ def nearest_code(values: Tensor, name: str) -> Tensor:
     Half way between two codes it is the lower one.
     """
     lower, boundary = _cells(name)
-    cell = ((values + 1) * (CELLS / 2)).clamp_(0, CELLS - 1).to(torch.int32).reshape(-1)
+    low, *_, high = CODEBOOKS[name]
+    cell = ((values - low) * (CELLS / (high - low))).clamp_(0, CELLS - 1).to(torch.int32).reshape(-1)
     code = lower.index_select(0, cell).view(values.shape)
     return code.add_(values > boundary.index_select(0, cell).view(values.shape))
 
@@ -36,6 +37,7 @@ def _cells(name: str) -> tuple[Tensor, Tensor]:
     table = torch.tensor(CODEBOOKS[name])
     boundaries = torch.cat([(table[:-1] + table[1:]) / 2, torch.tensor([torch.inf])])
     # From one cell before: which cell a number near an edge falls into is a matter of rounding.
-    before = (torch.arange(CELLS) - 1) * (2 / CELLS) - 1
+    low, high = table[0], table[-1]
+    before = (torch.arange(CELLS) - 1) * ((high - low) / CELLS) + low
     lower = torch.bucketize(before, boundaries)
     return lower.to(torch.float32), boundaries[lower]

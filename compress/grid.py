@@ -9,87 +9,67 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from compress.codebook import nearest_code
+from compress.blockgrid import fit_blocks, refit_blocks
 from compress.errors import InputError
-from compress.scheme import QuantScheme
+from compress.levels import (
+    FP16_MAX,
+    Grid,
+    assemble,
+    asymmetric_mantissa,
+    codes_of,
+    constant_zero,
+    nearest_codes,
+    storable,
+    usable_scale,
+    values_of,
+)
+from compress.scheme import CODEBOOKS, POWERS_OF_TWO, SUPER_BLOCK, QuantScheme
 from compress.tensor import QuantizedTensor, unit_values
 
-FP16_STEP = 2.0**-24
-"""The smallest positive fp16 number: every fp16 number is a multiple of it."""
-FP16_MAX = 65504.0
 MAX_WEIGHT = 2.0**15
 """The largest weight taken: half of what fp16 holds, so that the minima of all groups are fp16 numbers."""
-ASYMMETRIC_MANTISSA = 7
 NARROWEST, WIDEST = 0.60, 1.04
 """The least and the greatest multiple of the min/max scale that the search tries."""
-STEPS = {2: 12, 3: 12, 4: 12, 8: 24}
+STEPS = {2: 12, 3: 12, 4: 12, 5: 15, 8: 24}
 """Bits -> how many multiples are tried; of an asymmetric group each end of the range has its own, a third as many."""
+FEW_LEVELS = 3
+"""With so few codes the best scale leaves most of the range outside: the search starts at ``NARROWEST_OF_FEW``."""
+NARROWEST_OF_FEW = 0.15
 REFITS = 2
 ROW_CHUNK = 1 << 18
 """Weights searched at a time: keeps the temporaries in cache-sized pieces."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """``scale`` and ``zero`` float32 [rows, groups]; ``zero`` holds integers, the midpoint where symmetric.
-
-    A codebook has no zero points: there ``zero`` is 0 and nobody reads it.
-    """
-
-    scale: Tensor
-    zero: Tensor
-
-
-def storable(scale: Tensor, scheme: QuantScheme) -> Tensor:
-    """The nearest scales that files hold exactly; zero (an all-zero group) becomes 1, too large becomes infinity.
-
-    Symmetric: fp16. Asymmetric: 7 significant bits and a multiple of 2^-24, so that ``zero * scale`` is exact in
-    fp16 as well, as formats that store the minimum need (docs/decisions/gguf-asymmetric-scales.md).
-    """
-    if scheme.symmetric:
-        rounded = scale.to(torch.float16).to(torch.float32)
-    else:
-        _, exponent = torch.frexp(scale)
-        step = torch.exp2((exponent - ASYMMETRIC_MANTISSA).to(torch.float32)).clamp(min=FP16_STEP)
-        rounded = torch.round(scale / step) * step
-        rounded = torch.where(rounded <= FP16_MAX, rounded, torch.inf)
-    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
-
-
-def codes_of(groups: Tensor, grid: Grid, scheme: QuantScheme) -> Tensor:
-    """Nearest codes, float32, of ``groups [rows, groups, width]``."""
-    return nearest_codes(groups, grid.scale[..., None], grid.zero[..., None], scheme)
-
-
-def nearest_codes(values: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> Tensor:
-    """Nearest codes, float32, of ``values`` under a ``scale`` and ``zero`` that broadcast to them."""
-    if scheme.codebook is None:
-        return torch.round(values / scale + zero).clamp_(0, scheme.levels - 1)
-    return nearest_code(values / scale, scheme.codebook)
-
-
-def values_of(codes: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> Tensor:
-    """What float ``codes`` stand for, float32: the inverse of :func:`nearest_codes` up to rounding."""
-    return unit_values(codes, zero, scheme).mul_(scale)
-
-
-def fit_groups(groups: Tensor, scheme: QuantScheme, importance: Tensor | None = None, search: bool = True) -> Grid:
+def fit_groups(
+    groups: Tensor,
+    scheme: QuantScheme,
+    importance: Tensor | None = None,
+    search: bool = True,
+    within: Grid | None = None,
+) -> Grid:
     """The grid for ``groups [rows, groups, width]``; ``importance [groups, width]`` (or [width]) weighs columns.
 
-    Without ``search``, the min/max grid. With it, never a higher weighted error than the min/max grid.
+    Without ``search``, the min/max grid. With it, never a higher weighted error than the min/max grid. ``within`` is
+    the present grid of one group, whose ``d`` and ``dmin`` are to stay.
     """
     # The order of summation follows the layout in memory.
     groups = groups.contiguous()
     importance = None if importance is None else importance.contiguous()
-    chunks = torch.split(groups, max(1, ROW_CHUNK // max(1, groups[0].numel())))
+    rows = max(1, ROW_CHUNK // max(1, groups[0].numel()))
+    chunks = [slice(start, start + rows) for start in range(0, len(groups), rows)]
+
+    def fit(chunk: slice) -> Grid:
+        return _fit(groups[chunk], scheme, importance, search, within and within.each(lambda part: part[chunk]))
+
     with one_thread() as threads, ThreadPoolExecutor(min(threads, len(chunks))) as pool:
-        parts = list(pool.map(lambda part: _fit(part, scheme, importance, search), chunks))
-    return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]))
+        parts = list(pool.map(fit, chunks))
+    d = torch.cat([p.d for p in parts if p.d is not None]) if scheme.two_level else None
+    dmin = torch.cat([p.dmin for p in parts if p.dmin is not None]) if scheme.two_level else None
+    return Grid(torch.cat([p.scale for p in parts]), torch.cat([p.zero for p in parts]), d, dmin)
 
 
 @contextmanager
@@ -106,13 +86,19 @@ def one_thread() -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-def _fit(groups: Tensor, scheme: QuantScheme, importance: Tensor | None, search: bool) -> Grid:
+def _fit(
+    groups: Tensor, scheme: QuantScheme, importance: Tensor | None, search: bool, within: Grid | None = None
+) -> Grid:
     weight = None if importance is None else importance.clamp(min=0)
+    if within is not None:
+        return refit_blocks(groups, scheme, weight, within)
+    if scheme.block_type is not None:
+        return fit_blocks(groups, scheme, weight, search)
     low, high = groups.amin(-1), groups.amax(-1)
     best = _Best(groups, scheme, weight)
-    for scale, zero in _min_max(low, high, scheme, both_signs=search):
+    for scale, zero in _min_max(low, high, scheme, others=search):
         best.offer(Grid(storable(scale, scheme), zero))
-    if search:
+    if search and scheme.codebook not in POWERS_OF_TWO:
         best.offer(_search(groups, low, high, scheme, weight))
         for _ in range(REFITS):
             best.offer(best.refitted())
@@ -121,21 +107,26 @@ def _fit(groups: Tensor, scheme: QuantScheme, importance: Tensor | None, search:
     return Grid(best.scale, best.zero)
 
 
-def _min_max(low: Tensor, high: Tensor, scheme: QuantScheme, both_signs: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scales, not rounded yet, and zero points that just hold numbers from ``low`` to ``high``."""
+def _min_max(low: Tensor, high: Tensor, scheme: QuantScheme, others: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scales, not rounded yet, and zero points that just hold numbers from ``low`` to ``high``.
+
+    ``others``: the same with the other sign too, or, where scales are powers of two, the next on either side.
+    """
     if not scheme.symmetric:
         yield _asymmetric(low.clamp(max=0), high.clamp(min=0), scheme)
         return
     if scheme.codebook is not None:
         # Its sides differ: with a negative scale they change places.
-        scale = torch.maximum(high, -low)
+        least, *_, greatest = CODEBOOKS[scheme.codebook]
+        scale = torch.maximum(high / greatest, low / least)
     else:
         # The lowest code reaches one step further than the highest: give it to the larger side, by the scale's sign.
         scale = torch.where(high > -low, high, low) / -scheme.midpoint
     zero = torch.full_like(scale, constant_zero(scheme))
     yield scale, zero
-    if both_signs:
-        yield -scale, zero
+    if others:
+        for factor in (0.5, 2.0) if scheme.codebook in POWERS_OF_TWO else (-1.0,):
+            yield scale * factor, zero
 
 
 def _asymmetric(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
@@ -144,16 +135,14 @@ def _asymmetric(low: Tensor, high: Tensor, scheme: QuantScheme) -> tuple[Tensor,
     return scale, torch.round(-low / scale).clamp_(0, scheme.levels - 1)
 
 
-def constant_zero(scheme: QuantScheme) -> float:
-    """The ``zero`` of a symmetric scheme's grid."""
-    return 0.0 if scheme.codebook is not None else float(scheme.midpoint)
-
-
 def _candidates(low: Tensor, high: Tensor, scheme: QuantScheme) -> Iterator[tuple[Tensor, Tensor]]:
     """Scales and zero points around min/max, most of them cutting off the ends of the range."""
     if scheme.symmetric:
-        for factor in torch.linspace(NARROWEST, WIDEST, STEPS[scheme.bits]).tolist():
-            for scale, zero in _min_max(low * factor, high * factor, scheme, both_signs=True):
+        narrowest, steps = NARROWEST, STEPS[scheme.bits]
+        if scheme.levels <= FEW_LEVELS:
+            narrowest, steps = NARROWEST_OF_FEW, 2 * steps
+        for factor in torch.linspace(narrowest, WIDEST, steps).tolist():
+            for scale, zero in _min_max(low * factor, high * factor, scheme, others=True):
                 yield torch.where(scale == 0, 1.0, scale), zero
         return
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -218,7 +207,11 @@ class _Best:
         """Try the scales and the zero points next to the best."""
         for step in (-1, 1):
             self.offer(Grid(self.scale, (self.zero + step).clamp_(0, self.scheme.levels - 1)))
-            self.offer(Grid(storable(self.scale * (1 + step * 2.0**-ASYMMETRIC_MANTISSA), self.scheme), self.zero))
+            self.offer(
+                Grid(
+                    storable(self.scale * (1 + step * 2.0 ** -asymmetric_mantissa(self.scheme)), self.scheme), self.zero
+                )
+            )
 
     def refitted(self) -> Grid:
         """Least-squares scales for the codes that the best grid gives."""
@@ -228,13 +221,6 @@ class _Best:
         top, bottom = (weighted * self.groups).sum(-1), (weighted * centred).sum(-1)
         fitted = torch.where(bottom > 0, top / bottom, self.scale)
         return Grid(usable_scale(fitted, self.scale, self.scheme), self.zero)
-
-
-def usable_scale(fitted: Tensor, otherwise: Tensor, scheme: QuantScheme) -> Tensor:
-    """``fitted`` as files hold it; ``otherwise`` where it is too small for that, too large, or has a sign too many."""
-    size = fitted.abs()
-    usable = (size >= FP16_STEP) & (size <= FP16_MAX) & ((fitted > 0) | torch.tensor(scheme.symmetric))
-    return storable(torch.where(usable, fitted, otherwise), scheme)
 
 
 def split_groups(weight: Tensor, scheme: QuantScheme) -> Tensor:
@@ -259,7 +245,8 @@ def grid_of(
 ) -> Grid:
     """The grid for float32 ``weight [out, in]``; ``importance [in]`` weighs the scale search.
 
-    InputError, naming ``layer``, for weights that are not finite or too large for fp16 scales.
+    InputError, naming ``layer``, for weights that are not finite or too large for fp16 scales, and for a width that
+    super-blocks don't divide.
     """
     largest = float(torch.linalg.vector_norm(weight, torch.inf))
     if not largest <= MAX_WEIGHT:
@@ -268,15 +255,15 @@ def grid_of(
             where=layer,
             fix="leave the layer in floating point with ignore: [...]",
         )
+    if scheme.two_level is not None and weight.shape[1] % SUPER_BLOCK:
+        raise InputError(
+            f"{scheme} shares numbers over {SUPER_BLOCK} inputs, and {weight.shape[1]} is no multiple of them",
+            where=layer,
+            fix="give the layer a scheme with groups of 32",
+        )
     if importance is not None:
         importance = split_groups(importance[None], scheme)[0]
     return fit_groups(split_groups(weight, scheme), scheme, importance, search)
-
-
-def assemble(codes: Tensor, grid: Grid, scheme: QuantScheme) -> QuantizedTensor:
-    """A :class:`QuantizedTensor` from float codes [out, in] and a grid [out, groups]."""
-    zero = None if scheme.symmetric else grid.zero.to(torch.uint8)
-    return QuantizedTensor(scheme, codes.to(torch.uint8), grid.scale, zero)
 
 
 def output_power(weight: Tensor, gram: Tensor) -> float:

@@ -16,7 +16,7 @@ from compress.models.checkpoint import UNMAP_BYTES
 from compress.models.decoder import TOKENS_PER_FORWARD
 from compress.prepare import FLOAT_BYTES, PARITY_WINDOWS, Prepared
 from compress.recipe import Evaluate
-from compress.scheme import QuantScheme
+from compress.scheme import SUPER_BLOCK, QuantScheme
 from compress.units import size
 
 SOLVE_COPIES = 3
@@ -62,8 +62,10 @@ def _disk_bytes(prepared: Prepared, plan: Mapping[str, QuantScheme]) -> int:
         if scheme is None:
             artifact += rows * columns * FLOAT_BYTES
         else:
-            # Codes take a byte each; a group has a scale (float32, in files fp16) and perhaps a zero point.
-            work += rows * (columns + 5 * scheme.groups(columns))
+            # Codes take a byte each; a group has a scale (float32, in files fp16) and perhaps a zero point or a
+            # minimum, and a super-block two numbers more.
+            shared = 2 * FLOAT_BYTES * (columns // SUPER_BLOCK) if scheme.two_level else 0
+            work += rows * (columns + (8 if scheme.has_minima else 5) * scheme.groups(columns) + shared)
             artifact += rows * (columns + 3 * scheme.groups(columns))
     windows = PARITY_WINDOWS + (recipe.evaluate.windows if recipe.evaluate else 0)
     hidden = _hidden_bytes(prepared)

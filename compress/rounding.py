@@ -3,7 +3,7 @@
 A weight is rounded at ``weight / scale + zero + offset``: the offsets choose, within half a step, up or down (of a
 codebook, whose steps differ, within half the mean step). They are learned together with a factor on each scale and a
 shift of each zero point, by the sign of the loss's gradient (eq. 3 to 5), which passes through the rounding as if it
-were not there.
+were not there. Scales and minima of ggml's block types stay as they were searched: what they share leaves no room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from compress.codebook import nearest_code
-from compress.grid import Grid, assemble, split_groups, storable, values_of
+from compress.grid import split_groups
+from compress.levels import Grid, assemble, positions, storable, values_of
 from compress.scheme import CODEBOOKS, QuantScheme
 from compress.tensor import QuantizedTensor
 
@@ -47,6 +48,11 @@ class LearnedRounding:
         """Move everything by ``rate`` (of its span, twice) against the sign of ``gradient`` [out, in] of the loss."""
         slope = split_groups(gradient, self.scheme)
         codes, inside, grid = self._now()
+        if self.scheme.block_type is None:
+            self._move_grid(slope, codes, inside, grid, rate)
+        _descend(self.offset, inside.mul_(slope).mul_(grid.scale[..., None]), rate, OFFSET_SPAN)
+
+    def _move_grid(self, slope: Tensor, codes: Tensor, inside: Tensor, grid: Grid, rate: float) -> None:
         scale, zero = grid.scale[..., None], grid.zero[..., None]
         # d value / d scale: the rounding error in steps, or the whole code where it is clipped.
         by_scale = values_of(codes, torch.ones_like(scale), zero, self.scheme).sub_(inside * (self.groups / scale))
@@ -56,22 +62,24 @@ class LearnedRounding:
             # A shift moves the ends of the grid: only what is clipped feels it.
             by_zero = (slope * (inside - 1)).sum(-1) * grid.scale
             _descend(self.shift, by_zero, rate, SHIFT_SPAN)
-        _descend(self.offset, inside.mul_(slope).mul_(scale), rate, OFFSET_SPAN)
 
     def _now(self) -> tuple[Tensor, Tensor, Grid]:
         """Codes, 1 where they were not clipped and else 0 (both float32 [out, groups, width]), and the grid."""
         grid = self._grid()
-        position = self.groups / grid.scale[..., None]
         if self.scheme.codebook is None:
-            rounded = position.add_(grid.zero[..., None]).add_(self.offset).round_()
+            position = positions(self.groups, grid.scale[..., None], grid.zero[..., None], self.scheme)
+            rounded = position.add_(self.offset).round_()
             codes = rounded.clamp(0, self.scheme.levels - 1)
             return codes, (codes == rounded).to(torch.float32), grid
         low, *_, high = CODEBOOKS[self.scheme.codebook]
+        position = self.groups / grid.scale[..., None]
         position.add_(self.offset, alpha=(high - low) / (self.scheme.levels - 1))
         inside = (position >= low) & (position <= high)
         return nearest_code(position, self.scheme.codebook), inside.to(torch.float32), grid
 
     def _grid(self) -> Grid:
+        if self.scheme.block_type is not None:
+            return self.start
         scale = storable(self.start.scale * (1 + self.gain), self.scheme)
         if self.scheme.symmetric:
             return Grid(scale, self.start.zero)

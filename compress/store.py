@@ -43,10 +43,7 @@ class Store:
         """Write one block's results; the file appears whole, and on the disk, or not at all."""
         tensors: dict[str, Tensor] = {f"dense:{name}": tensor.contiguous() for name, tensor in dense.items()}
         for name, item in quantized.items():
-            tensors[f"{name}:codes"] = item.codes.contiguous()
-            tensors[f"{name}:scale"] = item.scale.contiguous()
-            if item.zero is not None:
-                tensors[f"{name}:zero"] = item.zero.contiguous()
+            tensors.update({f"{name}:{part}": tensor.contiguous() for part, tensor in item.tensors().items()})
         if kv is not None:
             tensors |= {"kv:key": kv.key.contiguous(), "kv:value": kv.value.contiguous()}
         if not tensors:
@@ -82,8 +79,10 @@ class Store:
         """The layer ``name``; KeyError if it was left in floating point."""
         scheme = self.schemes[name]
         with safe_open(self._files[name], framework="pt") as file:
-            zero = None if scheme.symmetric else file.get_tensor(f"{name}:zero")
-            return QuantizedTensor(scheme, file.get_tensor(f"{name}:codes"), file.get_tensor(f"{name}:scale"), zero)
+            held = set(file.keys())
+            parts = {item.name: f"{name}:{item.name}" for item in fields(QuantizedTensor)}
+            found = {part: file.get_tensor(key) for part, key in parts.items() if key in held}
+            return QuantizedTensor(scheme, **found)
 
     def kv(self, block: str) -> KVScales | None:
         """Scales of the key/value cache of ``block``; None where it stays in floating point."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +19,13 @@ def expand_groups(per_group: Tensor, scheme: QuantScheme, columns: int) -> Tenso
 
 
 def unit_values(codes: Tensor, zero: Tensor | float, scheme: QuantScheme) -> Tensor:
-    """What ``codes`` (of any dtype, whole numbers) stand for before scaling, float32; a codebook reads no ``zero``."""
-    if scheme.codebook is None:
-        return codes.to(torch.float32) - zero
-    return code_values(codes, scheme.codebook)
+    """What ``codes`` (of any dtype, whole numbers) stand for before scaling, float32.
+
+    A codebook reads no ``zero``; with minima it comes off after scaling.
+    """
+    if scheme.codebook is not None:
+        return code_values(codes, scheme.codebook)
+    return codes.to(torch.float32, copy=True) if scheme.has_minima else codes.to(torch.float32) - zero
 
 
 @dataclass(frozen=True)
@@ -29,26 +34,44 @@ class QuantizedTensor:
 
     ``codes`` uint8 [out, in]; ``scale`` float32 [out, groups], already rounded to what files store;
     ``zero`` uint8 [out, groups], or None for the midpoint. ``table`` is the scheme's codebook, where it has one.
+
+    A scheme with minima has ``minimum`` float32 [out, groups]: ``codes * scale - minimum``. Where scales have two
+    levels, ``d`` (and ``dmin``, with minima) float32 [out, super-blocks] are the fp16 numbers of which scales (and
+    minima) are whole multiples, without rounding.
     """
 
     scheme: QuantScheme
     codes: Tensor
     scale: Tensor
     zero: Tensor | None = None
+    minimum: Tensor | None = None
+    d: Tensor | None = None
+    dmin: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(outputs, inputs)."""
         return self.codes.shape[0], self.codes.shape[1]
 
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Name -> each tensor that there is."""
+        found = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return {name: value for name, value in found if isinstance(value, Tensor)}
+
+    def rows(self, chosen: Any) -> QuantizedTensor:
+        """The rows that an index, or a slice, picks."""
+        return QuantizedTensor(self.scheme, **{name: value[chosen] for name, value in self.tensors().items()})
+
     def dequantize(self) -> Tensor:
         """float32 [out, in], the same to the bit wherever it is computed.
 
         A whole number of at most 8 bits times a scale of 11 needs no rounding; a codebook's value times a scale is
-        one float32 product, rounded to nearest.
+        one float32 product, rounded to nearest. A code of at most 6 bits times a scale of two levels (11 and 8 bits)
+        needs no rounding either, so that taking off the minimum rounds once.
         """
         columns = self.codes.shape[1]
         zero: Tensor | float = self.scheme.midpoint
         if self.zero is not None:
             zero = expand_groups(self.zero.to(torch.float32), self.scheme, columns)
-        return unit_values(self.codes, zero, self.scheme) * expand_groups(self.scale, self.scheme, columns)
+        product = unit_values(self.codes, zero, self.scheme) * expand_groups(self.scale, self.scheme, columns)
+        return product if self.minimum is None else product - expand_groups(self.minimum, self.scheme, columns)

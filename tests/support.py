@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compress.models.topology import describe
-from compress.scheme import CODEBOOKS, QuantScheme
+from compress.scheme import CODEBOOKS, POWERS_OF_TWO, SUPER_BLOCK, QuantScheme
 from compress.session import CompressedModel
 from compress.store import Store
 from compress.tensor import QuantizedTensor, expand_groups
@@ -91,9 +91,13 @@ def naive_round(weight: Tensor, scheme: QuantScheme) -> QuantizedTensor:
     rows, columns = weight.shape
     width, groups = scheme.width(columns), scheme.groups(columns)
     padded = torch.nn.functional.pad(weight.float(), (0, groups * width - columns)).view(rows, groups, width)
+    if scheme.block_type is not None:
+        return _naive_blocks(padded, scheme)
     if scheme.codebook is not None:
-        scale = padded.abs().amax(-1)
+        scale = padded.abs().amax(-1) / max(CODEBOOKS[scheme.codebook])
         scale = torch.where(scale == 0, 1.0, scale).half().float()
+        if scheme.codebook in POWERS_OF_TWO:
+            scale = torch.exp2(torch.ceil(torch.log2(scale)))
         distances = weight[..., None] / expand_groups(scale, scheme, columns)[..., None] - torch.tensor(
             CODEBOOKS[scheme.codebook]
         )
@@ -112,6 +116,34 @@ def naive_round(weight: Tensor, scheme: QuantScheme) -> QuantizedTensor:
     centred = weight.float() / expand_groups(scale, scheme, columns) + expand_groups(zero, scheme, columns)
     codes = torch.round(centred).clamp(0, scheme.levels - 1).to(torch.uint8)
     return QuantizedTensor(scheme, codes, scale, None if scheme.symmetric else zero.to(torch.uint8))
+
+
+def _naive_blocks(groups: Tensor, scheme: QuantScheme) -> QuantizedTensor:
+    """``groups`` [rows, groups, width] by min/max; d and dmin just serve the largest scale and minimum."""
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    if scheme.symmetric:
+        scale, minimum = groups.abs().amax(-1) / (scheme.midpoint - 1), torch.zeros_like(low)
+    else:
+        scale, minimum = (high - low) / (scheme.levels - 1), -low
+    d = dmin = None
+    if (blocks := scheme.two_level) is None:
+        scale, minimum = (scale + 2.0**-20).half().float(), minimum.half().float()
+    else:
+        scale, d = _naive_multiples(scale, SUPER_BLOCK // blocks.width, 1, blocks.scale_range[1])
+        if blocks.minima:
+            minimum, dmin = _naive_multiples(minimum, SUPER_BLOCK // blocks.width, 0, blocks.scale_range[1])
+    middle = scheme.midpoint if scheme.symmetric else 0
+    codes = torch.round((groups + minimum[..., None]) / scale[..., None] + middle).clamp(0, scheme.levels - 1)
+    lies = None if scheme.symmetric else minimum
+    return QuantizedTensor(scheme, codes.to(torch.uint8).flatten(1), scale, None, lies, d, dmin)
+
+
+def _naive_multiples(values: Tensor, per_block: int, least: int, most: int) -> tuple[Tensor, Tensor]:
+    """``values`` [rows, groups] as multiples of an fp16 number of each super-block, and that number."""
+    each = values.view(len(values), -1, per_block)
+    shared = (each.amax(-1) / most + 2.0**-20).half().float()
+    whole = torch.round(each / shared[..., None]).clamp(least, most)
+    return (whole * shared[..., None]).view_as(values), shared
 
 
 def rounded_model(

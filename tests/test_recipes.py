@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -10,17 +11,32 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
+import llama_cpp
 import pytest
 
 from calibration.builtin import builtin_texts
 from compress import engine, registry
 from compress.recipe import bundled, dump_yaml, load, loads
 from compress.report import Report
+from compress.scheme import QuantScheme
+from exporters.gguf.reader import stored_tensors
+from exporters.gguf.storage import TypeChoices
 from tests.compress.runs import sentences
+from tests.exporters.test_gguf import all_float, export
 from tests.support import tiny_llama
 
 RECIPES = [pytest.param(path, id=path.stem) for path in bundled()]
 every_recipe = pytest.mark.parametrize("path", RECIPES)
+PRESETS = {
+    "q2_k": "Q2_K",
+    "q3_k_m": "Q3_K_M",
+    "q4_k_s": "Q4_K_S",
+    "q4_k_m": "Q4_K_M",
+    "q5_k_m": "Q5_K_M",
+    "iq4_nl": "IQ4_NL",
+}
+"""Recipes with the types of llama.cpp's own files, for a model of 30 blocks -> what llama.cpp calls such a file."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +97,7 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-@every_recipe
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.id not in PRESETS])
 def test_a_recipe_runs_and_keeps_its_own_gates(path: Path, tiny: Path, smaller: list[str], tmp_path: Path) -> None:
     recipe = load(path, registry.load, smaller, str(tiny))
     report = engine.run(recipe, tmp_path / "out")
@@ -93,6 +109,44 @@ def test_a_recipe_runs_and_keeps_its_own_gates(path: Path, tiny: Path, smaller: 
         assert artifact.parity.passed
         assert artifact.quality is not None
         assert artifact.quality.top1_agreement > 0.5
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many blocks as the builtin model, and widths of which 256 divides the same."""
+    return tiny_llama(
+        tmp_path_factory.mktemp("deep") / "model",
+        tie_word_embeddings=True,
+        num_hidden_layers=30,
+        intermediate_size=256,
+    )
+
+
+@pytest.fixture(scope="module")
+def unquantised(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("unquantised")
+    artifact = export(all_float(deep, root), root / "out", "f32")
+    return artifact.path / artifact.entry
+
+
+@pytest.mark.parametrize(("name", "file_type"), PRESETS.items())
+def test_presets_have_the_types_that_llama_cpp_gives(
+    name: str, file_type: str, deep: Path, unquantised: Path, smaller: list[str], tmp_path: Path
+) -> None:
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype, parameters.nthread = int(gguf.LlamaFileType[f"MOSTLY_{file_type}"]), 1
+    out = tmp_path / "theirs.gguf"
+    assert llama_cpp.llama_model_quantize(str(unquantised).encode(), str(out).encode(), ctypes.byref(parameters)) == 0
+    theirs = {item.layer: item.type for item in stored_tensors(out) if item.layer}
+    plan = engine.plan(load(name, registry.load, smaller, str(deep)))
+    ours = {layer["layer"]: TypeChoices().layout(QuantScheme.parse(layer["scheme"])).type for layer in plan.layers}
+    assert ours == theirs
+
+
+def test_a_preset_runs(deep: Path, smaller: list[str], tmp_path: Path) -> None:
+    (artifact,) = engine.run(load("q4_k_m", registry.load, smaller, str(deep)), tmp_path / "out").artifacts
+    assert artifact.parity is not None
+    assert artifact.parity.passed
 
 
 def test_optimums_command_line_runs_a_recipe(tiny: Path, smaller: list[str], tmp_path: Path) -> None:

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from compress.errors import InputError
 from compress.protocols import Resource
 from compress.report import LayerRecord
-from compress.scheme import QuantScheme
+from compress.scheme import SUPER_BLOCK, QuantScheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from calibration.stats import InputStats
-    from compress.grid import Grid
+    from compress.levels import Grid
     from compress.session import Block, Session
     from compress.tensor import QuantizedTensor
 
 COLUMNS_AT_ONCE = 128
-CHUNK = 256
+CHUNK = SUPER_BLOCK
 DAMPING_STEP, DAMPING_MAX = 10.0, 1.0
 TOKENS_PER_COLUMN = 2
 """An expert that fewer tokens reach is rounded: its Hessian tells more of those tokens than of the layer."""
@@ -129,7 +129,7 @@ class Gptq:
             weight = block.weights[layer]
             here = slice(start, start + weight.shape[0])
             start = here.stop
-            chosen, rounded = _rows(solved, here), _rows(plain, here)
+            chosen, rounded = solved.rows(here), plain.rows(here)
             power = output_power(weight, stats.gram)
             error = output_error(weight, chosen.dequantize(), stats.gram, power)
             rounding_error = output_error(weight, rounded.dequantize(), stats.gram, power)
@@ -149,13 +149,6 @@ class Gptq:
 def is_rare(stats: InputStats) -> bool:
     """Whether the layer belongs to an expert that saw too few tokens for a Hessian."""
     return stats.routed and stats.tokens < TOKENS_PER_COLUMN * len(stats.gram)
-
-
-def _rows(whole: QuantizedTensor, rows: slice) -> QuantizedTensor:
-    from compress.tensor import QuantizedTensor
-
-    zero = None if whole.zero is None else whole.zero[rows]
-    return QuantizedTensor(whole.scheme, whole.codes[rows], whole.scale[rows], zero)
 
 
 def factorise(
@@ -232,10 +225,14 @@ def quantize_with_feedback(
 
     ``upper`` float32 [in, in], in that order: its rows spread a column's error over the later columns, and its diagonal
     is the price of an error. What comes back is in the original order.
+
+    Where super-blocks share numbers, these are chosen when the first of their columns is due, and each group then takes
+    the best multiples of them for its weights as they are by then.
     """
     import torch
 
-    from compress.grid import Grid, assemble, fit_groups
+    from compress.grid import fit_groups
+    from compress.levels import Grid, assemble
 
     permutation = torch.cat(list(groups))
     price = upper.diagonal().square().reciprocal()
@@ -243,30 +240,50 @@ def quantize_with_feedback(
     work = weight.T[permutation].contiguous()
     work[importance[permutation] == 0] = 0
     codes = torch.empty_like(work)
-    scale = torch.empty(weight.shape[0], len(groups))
-    zero = torch.empty_like(scale)
+    width, blocks = scheme.width(weight.shape[1]), weight.shape[1] // SUPER_BLOCK
+    # Scales and zeros, d and dmin.
+    parts = [torch.empty(len(weight), count) for count in (len(groups), len(groups), blocks, blocks)]
     start = 0
     for chunk in _chunks(groups):
         end = start + sum(map(len, chunk))
-        errors = torch.empty(end - start, weight.shape[0])
+        errors = torch.empty(end - start, len(weight))
         left = start
-        for group in chunk:
+        for group, within in zip(chunk, _shared(work[start:end], scheme, price[start:end], len(chunk)), strict=True):
             stop = left + len(group)
-            grid = fit_groups(work[left:stop].T[:, None, :], scheme, price[None, left:stop])
+            grid = fit_groups(work[left:stop].T[:, None, :], scheme, price[None, left:stop], within=within)
             # A group keeps its place in the file, wherever the order put it in the solve.
-            place = int(group[0]) // scheme.width(weight.shape[1])
-            scale[:, place], zero[:, place] = grid.scale[:, 0], grid.zero[:, 0]
+            places = [int(group[0]) // width] * 2 + [int(group[0]) // SUPER_BLOCK] * 2
+            for part, place, found in zip(parts, places, (grid.scale, grid.zero, grid.d, grid.dmin), strict=True):
+                if found is not None:
+                    part[:, place] = found[:, 0]
             while left < stop:
                 right = min(left + COLUMNS_AT_ONCE, stop)
-                found = _round_columns(work, codes, upper, left, right, grid, scheme)
-                work[right:end].addmm_(upper[left:right, right:end].T, found, alpha=-1)
-                errors[left - start : right - start] = found
+                spread = _round_columns(work, codes, upper, left, right, grid, scheme)
+                work[right:end].addmm_(upper[left:right, right:end].T, spread, alpha=-1)
+                errors[left - start : right - start] = spread
                 left = right
         work[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
         start = end
     original = torch.empty_like(codes)
     original[permutation] = codes
-    return assemble(original.T.contiguous(), Grid(scale, zero), scheme)
+    return assemble(original.T.contiguous(), Grid(*parts[: 4 if scheme.two_level else 2]), scheme)
+
+
+def _shared(work: Tensor, scheme: QuantScheme, price: Tensor, groups: int) -> list[Grid | None]:
+    """The grid of each group as it is when the first column of its super-block is due: all share ``d`` and ``dmin``.
+
+    ``work`` [columns, out] and ``price`` [columns] are the super-block's. None for each where groups share nothing.
+    """
+    import torch
+
+    from compress.grid import fit_groups
+    from compress.levels import Grid
+
+    if not scheme.two_level:
+        return [None] * groups
+    whole = fit_groups(work.T.reshape(work.shape[1], groups, -1), scheme, price.view(groups, -1))
+    each = zip(torch.split(whole.scale, 1, dim=1), torch.split(whole.zero, 1, dim=1), strict=True)
+    return [Grid(scale, zero, whole.d, whole.dmin) for scale, zero in each]
 
 
 def _chunks(groups: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
@@ -282,7 +299,8 @@ def _round_columns(
     """Round columns ``left..right`` in turn, each error fed to those after it; the scaled errors [columns, out]."""
     import torch
 
-    from compress.grid import nearest_codes, one_thread, values_of
+    from compress.grid import one_thread
+    from compress.levels import nearest_codes, values_of
 
     scale, zero = grid.scale[:, 0], grid.zero[:, 0]
     errors = torch.empty(right - left, work.shape[1])
@@ -300,12 +318,15 @@ def _round_columns(
 
 
 def column_groups(importance: Tensor, scheme: QuantScheme, order: bool) -> list[Tensor]:
-    """The columns of each group, in the order in which they are rounded."""
+    """The columns of each group, in the order in which they are rounded; groups of one super-block stay together."""
     import torch
 
     groups = list(torch.split(torch.arange(len(importance)), scheme.width(len(importance))))
     if not order:
         return groups
     within = [group[torch.argsort(importance[group], descending=True, stable=True)] for group in groups]
-    totals = torch.stack([importance[group].mean() for group in groups])
-    return [within[i] for i in torch.argsort(totals, descending=True, stable=True).tolist()]
+    together = SUPER_BLOCK // len(groups[0]) if scheme.two_level else 1
+    totals = torch.stack([importance[group].mean() for group in groups]).view(-1, together)
+    first = torch.argsort(totals.mean(1), descending=True, stable=True) * together
+    then = torch.argsort(totals, dim=1, descending=True, stable=True)[first // together]
+    return [within[i] for i in (first[:, None] + then).flatten().tolist()]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from compress.errors import InputError, nearest
 from compress.protocols import Artifact, StoredTensor
 from compress.scheme import QuantScheme
-from exporters.gguf.storage import FLOATS, complaint, stored_bits
+from exporters.gguf.storage import FLOATS, TERNARY, TypeChoices, complaint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +31,11 @@ FLOAT_PARITY_KLD = 1e-4
 
 @dataclass(frozen=True)
 class GgufExporter:
-    """Writes ``model.gguf``. ``float_type`` (f16, f32, bf16) stores the layers that stay in floating point."""
+    """Writes ``model.gguf``.
+
+    ``float_type`` (f16, f32, bf16) stores the layers that stay in floating point, ``ternary`` (tq2_0, tq1_0) those of
+    three values.
+    """
 
     format: ClassVar[str] = "gguf"
     reader: ClassVar[str] = f"gguf-py {version('gguf')}"
@@ -39,14 +43,23 @@ class GgufExporter:
     parity_kld: ClassVar[float] = 8e-3
 
     float_type: str = "f16"
+    ternary: str = "tq2_0"
 
     def __post_init__(self) -> None:
-        if self.float_type not in FLOATS:
+        known = {"float_type": FLOATS, "ternary": TERNARY}
+        wrong = {name: getattr(self, name) for name, table in known.items() if getattr(self, name) not in table}
+        if wrong:
             raise InputError(
-                f"float_type '{self.float_type}' is not known{nearest(str(self.float_type), FLOATS)}",
+                "\n".join(
+                    f"{name} '{text}' is not known{nearest(str(text), known[name])}" for name, text in wrong.items()
+                ),
                 where="gguf",
-                fix=f"known: {', '.join(FLOATS)}",
+                fix="; ".join(f"known for {name}: {', '.join(known[name])}" for name in wrong),
             )
+
+    @property
+    def _choices(self) -> TypeChoices:
+        return TypeChoices(self.float_type, self.ternary)
 
     def check(
         self,
@@ -76,13 +89,13 @@ class GgufExporter:
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
         """Bits of a linear layer in the file: whole blocks, a scale in each."""
-        return stored_bits(scheme, shape, self.float_type)
+        return self._choices.stored_bits(scheme, shape)
 
     def write(self, model: CompressedModel, out: Path) -> Artifact:
         """Write ``model.gguf`` into the empty folder ``out``; OSError (disk full, ...) passes through."""
         from exporters.gguf.writer import write_gguf
 
-        write_gguf(model, out / ENTRY, self.float_type)
+        write_gguf(model, out / ENTRY, self._choices)
         return Artifact(self.format, out, ENTRY)
 
     def read_back(self, artifact: Artifact, layers: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:

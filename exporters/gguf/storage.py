@@ -3,37 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from compress.scheme import FLOAT, QuantScheme
+from compress.scheme import FLOAT, SUPER_BLOCK, QuantScheme
 
-BLOCK = 32
-"""Inputs in one block of every type below; a block has its own scale and never spans two rows."""
 
-QUANTIZED: Mapping[tuple[int, bool], str] = MappingProxyType({(4, True): "Q4_0", (4, False): "Q4_1", (8, True): "Q8_0"})
-"""(bits, symmetric) -> GGUF type whose decoding is ours: d*(q-8), d*q+m, d*q. No type has the values of nf4."""
+@dataclass(frozen=True)
+class Layout:
+    """A GGUF type: ``block`` inputs lie in ``size`` bytes, with their scales, and never span two rows."""
 
-_BLOCK_BYTES: Mapping[str, int] = MappingProxyType({"Q4_0": 18, "Q4_1": 20, "Q8_0": 34})
-"""Codes of 32 inputs with their fp16 scale, and fp16 minimum (Q4_1)."""
-_FLOAT_BITS: Mapping[str, int] = MappingProxyType({"F16": 16, "F32": 32, "BF16": 16})
+    type: str
+    block: int
+    size: int
+    file_type: str
+    """What llama.cpp calls a file in which most weights are of this type."""
 
+
+_ROWS = (
+    Layout("Q4_0", 32, 18, "Q4_0"),
+    Layout("Q4_1", 32, 20, "Q4_1"),
+    Layout("Q5_0", 32, 22, "Q5_0"),
+    Layout("Q5_1", 32, 24, "Q5_1"),
+    Layout("Q8_0", 32, 34, "Q8_0"),
+    Layout("IQ4_NL", 32, 18, "IQ4_NL"),
+    Layout("MXFP4", 32, 17, "MXFP4_MOE"),
+    Layout("TQ1_0", SUPER_BLOCK, 54, "TQ1_0"),
+    Layout("TQ2_0", SUPER_BLOCK, 66, "TQ2_0"),
+    Layout("Q2_K", SUPER_BLOCK, 84, "Q2_K"),
+    Layout("Q3_K", SUPER_BLOCK, 110, "Q3_K_M"),
+    Layout("Q4_K", SUPER_BLOCK, 144, "Q4_K_M"),
+    Layout("Q5_K", SUPER_BLOCK, 176, "Q5_K_M"),
+    Layout("Q6_K", SUPER_BLOCK, 210, "Q6_K"),
+    Layout("F16", 1, 2, "F16"),
+    Layout("F32", 1, 4, "ALL_F32"),
+    Layout("BF16", 1, 2, "BF16"),
+)
+LAYOUTS: Mapping[str, Layout] = MappingProxyType({row.type: row for row in _ROWS})
+
+QUANTIZED: Mapping[str, str] = MappingProxyType(
+    {
+        "int4": "Q4_0",
+        "int4-asym": "Q4_1",
+        "int5": "Q5_0",
+        "int5-asym": "Q5_1",
+        "int8": "Q8_0",
+        "q4_1": "Q4_1",
+        "q5_1": "Q5_1",
+        "iq4_nl": "IQ4_NL",
+        "mxfp4": "MXFP4",
+        "ternary": "TQ2_0",
+        "q2_k": "Q2_K",
+        "q3_k": "Q3_K",
+        "q4_k": "Q4_K",
+        "q5_k": "Q5_K",
+        "q6_k": "Q6_K",
+    }
+)
+"""Kind of a scheme -> GGUF type whose decoding is ours. No type has the values of nf4."""
+
+TERNARY: Mapping[str, str] = MappingProxyType({"tq2_0": "TQ2_0", "tq1_0": "TQ1_0"})
+"""The exporter's ``ternary`` -> GGUF type: the same numbers in 2.0625 bits, quick to decode, or in 1.6875."""
 FLOATS: Mapping[str, str] = MappingProxyType({"f16": "F16", "f32": "F32", "bf16": "BF16"})
 """The exporter's ``float_type`` -> GGUF type of layers that stay in floating point."""
 
+_NARROW: Mapping[str, str] = MappingProxyType(
+    {
+        "q2_k": "iq4_nl",
+        "q3_k": "iq4_nl",
+        "q4_k": "iq4_nl",
+        "q5_k": "int5-g32",
+        "q6_k": "int8-g32",
+        "ternary": "int4-g32",
+    }
+)
+"""Kinds with blocks of 256 -> what a width that they don't divide may take: the next size up with blocks of 32."""
 
-def storage_type(scheme: QuantScheme | None, float_type: str) -> str:
-    """GGUF type of a layer; None is a layer in floating point. KeyError for a scheme that :func:`complaint` refuses."""
-    return FLOATS[float_type] if scheme is None else QUANTIZED[scheme.bits, scheme.symmetric]
 
+@dataclass(frozen=True)
+class TypeChoices:
+    """How a file stores what schemes leave open: layers in floating point, and ternary ones."""
 
-def stored_bits(scheme: QuantScheme | None, shape: tuple[int, int], float_type: str) -> int:
-    """Bits of a layer [out, in] in the file; of a scheme that :func:`complaint` refuses, what a compact file holds."""
-    rows, columns = shape
-    if scheme is None:
-        return rows * columns * _FLOAT_BITS[FLOATS[float_type]]
-    if _reasons(columns, scheme)[0]:
-        return scheme.stored_bits(shape)
-    return rows * columns // BLOCK * _BLOCK_BYTES[storage_type(scheme, float_type)] * 8
+    float_type: str = "f16"
+    ternary: str = "tq2_0"
+
+    def layout(self, scheme: QuantScheme | None) -> Layout:
+        """GGUF type of a layer; None is a layer in floating point. KeyError for a kind that has none."""
+        if scheme is None:
+            return LAYOUTS[FLOATS[self.float_type]]
+        return LAYOUTS[TERNARY[self.ternary] if scheme.codebook == "ternary" else QUANTIZED[scheme.kind]]
+
+    def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
+        """Bits of a layer [out, in] in the file; what a compact file holds where :func:`complaint` refuses."""
+        rows, columns = shape
+        if scheme is not None and _reasons(columns, scheme)[0]:
+            return scheme.stored_bits(shape)
+        layout = self.layout(scheme)
+        return rows * columns // layout.block * layout.size * 8
 
 
 def complaint(layer: str, shape: tuple[int, int], scheme: QuantScheme) -> str | None:
@@ -50,14 +116,20 @@ def complaint(layer: str, shape: tuple[int, int], scheme: QuantScheme) -> str | 
 
 
 def _reasons(columns: int, scheme: QuantScheme) -> tuple[Sequence[str], Sequence[str]]:
-    if columns % BLOCK:
-        return [f"its blocks hold {BLOCK} inputs and {columns} is no multiple of {BLOCK}"], [FLOAT]
+    layout = LAYOUTS[QUANTIZED.get(scheme.kind, "Q4_0")]
+    if columns % 32:
+        return [f"its blocks hold {layout.block} inputs and {columns} is no multiple of {layout.block}"], [FLOAT]
     reasons = []
-    if scheme.codebook is not None:
-        reasons.append(f"it has no type with the values of {scheme.codebook}")
-    elif (scheme.bits, scheme.symmetric) not in QUANTIZED:
-        kind = "symmetric" if scheme.symmetric else "asymmetric"
-        reasons.append(f"it has no type for {scheme.bits} bits {kind}")
-    if scheme.groups(columns) > 1 and scheme.width(columns) % BLOCK:
-        reasons.append(f"groups of {scheme.group_size} end inside a block of {BLOCK}")
-    return reasons, ["int4-g32", "int4-g32-asym", "int8-g32"]
+    remedies = ["int4-g32", "q4_1", "int8-g32"]
+    if scheme.kind not in QUANTIZED:
+        what = f"with the values of {scheme.codebook}"
+        if scheme.codebook is None:
+            what = f"for {scheme.bits} bits {'symmetric' if scheme.symmetric else 'asymmetric'}"
+        reasons.append(f"it has no type {what}")
+    if columns % layout.block:
+        reasons.append(f"its blocks hold {layout.block} inputs and {columns} is no multiple of {layout.block}")
+        remedies = [_NARROW[scheme.kind]]
+    elif scheme.groups(columns) > 1 and scheme.two_level is None and scheme.width(columns) % layout.block:
+        reasons.append(f"groups of {scheme.group_size} end inside a block of {layout.block}")
+        remedies = [f"ternary-g{SUPER_BLOCK}"] if scheme.codebook == "ternary" else remedies
+    return reasons, remedies

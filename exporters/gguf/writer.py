@@ -18,7 +18,7 @@ from compress.models.topology import DecoderSpec, describe, rope_frequencies
 from compress.session import CompressedModel
 from exporters.gguf.blocks import F32, U8, encode_float, encode_quantized
 from exporters.gguf.families import GGUF_FAMILIES, Slot, slots, spec_complaints
-from exporters.gguf.storage import complaint, storage_type
+from exporters.gguf.storage import LAYOUTS, Layout, TypeChoices, complaint
 from exporters.gguf.tokenizer import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
@@ -33,28 +33,27 @@ _VECTOR_TYPE = "F32"
 """Norms and biases: llama.cpp computes them in float32."""
 
 
-def write_gguf(model: CompressedModel, path: Path, float_type: str) -> None:
+def write_gguf(model: CompressedModel, path: Path, choices: TypeChoices) -> None:
     """Write ``model`` to ``path``; InputError if GGUF cannot hold it, CompressError names a tensor that loses bits."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFWriter
 
     spec = describe(model.config)
     _refuse(model, spec)
     vocabulary = read_vocabulary(model.folder, spec.vocab_size, _eos_token_ids(model, spec))
     order = list(slots(spec, model.has_dense))
     factors = _rope_factors(model.config, spec)
-    types = {slot.name: _type(model, slot, float_type) for slot in order}
+    layouts = {slot.name: _layout(model, slot, choices) for slot in order}
 
     writer = GGUFWriter(path, GGUF_FAMILIES[spec.family.name].architecture)
-    _add_model(writer, model.name, spec, _file_type(model, order, types))
+    _add_model(writer, model.name, spec, _file_type(model, order, layouts))
     _add_vocabulary(writer, vocabulary)
     if factors is not None:
         writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
     for slot in order:
         shape = model.shapes[slot.layer] if slot.layer else tuple(model.dense(slot.source).shape)
-        kind = GGMLQuantizationType[types[slot.name]]
-        block, block_bytes = GGML_QUANT_SIZES[kind]
-        size = int(np.prod(shape)) // block * block_bytes
-        writer.add_tensor_info(slot.name, shape, np.float32, size, raw_dtype=kind)
+        layout = layouts[slot.name]
+        size = int(np.prod(shape)) // layout.block * layout.size
+        writer.add_tensor_info(slot.name, shape, np.float32, size, raw_dtype=GGMLQuantizationType[layout.type])
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -67,7 +66,7 @@ def write_gguf(model: CompressedModel, path: Path, float_type: str) -> None:
             file.write(factors.tobytes())
         for slot in order:
             _pad(file, writer.data_alignment)
-            for rows in _encoded(model, slot, types[slot.name]):
+            for rows in _encoded(model, slot, layouts[slot.name]):
                 file.write(np.ascontiguousarray(rows).data)
         _pad(file, writer.data_alignment)
 
@@ -90,20 +89,20 @@ def _eos_token_ids(model: CompressedModel, spec: DecoderSpec) -> list[int]:
     return list(dict.fromkeys([*spec.eos_token_ids, *listed]))
 
 
-def _type(model: CompressedModel, slot: Slot, float_type: str) -> str:
-    return storage_type(model.schemes.get(slot.layer), float_type) if slot.layer else _VECTOR_TYPE
+def _layout(model: CompressedModel, slot: Slot, choices: TypeChoices) -> Layout:
+    return choices.layout(model.schemes.get(slot.layer)) if slot.layer else LAYOUTS[_VECTOR_TYPE]
 
 
-def _file_type(model: CompressedModel, order: list[Slot], types: Mapping[str, str]) -> int:
+def _file_type(model: CompressedModel, order: list[Slot], layouts: Mapping[str, Layout]) -> int:
     """``general.file_type``: the type of most weights inside the blocks."""
     from gguf import LlamaFileType
 
     count: Counter[str] = Counter()
     for slot in order:
         if slot.layer and slot.name.startswith("blk."):
-            count[types[slot.name]] += int(np.prod(model.shapes[slot.layer]))
+            count[layouts[slot.name].file_type] += int(np.prod(model.shapes[slot.layer]))
     most = count.most_common(1)[0][0]
-    return int(LlamaFileType["ALL_F32" if most == "F32" else f"MOSTLY_{most}"])
+    return int(LlamaFileType[most if most == "ALL_F32" else f"MOSTLY_{most}"])
 
 
 def _add_model(writer: GGUFWriter, name: str, spec: DecoderSpec, file_type: int) -> None:
@@ -178,24 +177,17 @@ def interleaved_rows(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64
     return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def _encoded(model: CompressedModel, slot: Slot, type_name: str) -> Iterator[U8]:
+def _encoded(model: CompressedModel, slot: Slot, layout: Layout) -> Iterator[U8]:
     """The bytes of one tensor, a few rows at a time."""
     if slot.layer is not None and slot.layer in model.schemes:
         quantized = model.quantized(slot.layer)
-        columns = quantized.shape[1]
-        for rows in _chunks(quantized.shape[0], columns, slot.heads):
-            yield encode_quantized(
-                slot.layer,
-                quantized.scheme,
-                quantized.codes.numpy()[rows],
-                quantized.scale.numpy()[rows],
-                None if quantized.zero is None else quantized.zero.numpy()[rows],
-            )
+        for rows in _chunks(*quantized.shape, slot.heads):
+            yield encode_quantized(slot.layer, quantized.rows(rows), layout)
         return
     tensor: Tensor = model.dense(slot.source)
     tensor = tensor.reshape(tensor.shape[0], -1)
     for rows in _chunks(tensor.shape[0], tensor.shape[1], slot.heads):
-        yield encode_float(slot.source, tensor[rows].float().numpy(), type_name)
+        yield encode_float(slot.source, tensor[rows].float().numpy(), layout.type)
 
 
 def _chunks(rows: int, columns: int, heads: int) -> Iterator[Any]:

@@ -42,6 +42,22 @@ _CHANNEL_BLOCKS = (256, 128, 64, 32)
 _MAX_BLOCK_2BIT = 128
 """Above it (and below 32) the 2-bit kernel with 8-bit activations does not exist: fp32 runs instead, silently."""
 
+_OTHERS: Mapping[str, str] = MappingProxyType(
+    {
+        "iq4_nl": "nf4-g64 or int4-g32",
+        "mxfp4": "nf4-g64 or int4-g32",
+        "ternary": "int2-g32",
+        "q4_1": "int4-g32-asym",
+        "q5_1": "int8-g32",
+        "q2_k": "int2-g32-asym",
+        "q3_k": "int4-g32",
+        "q4_k": "int4-g32-asym",
+        "q5_k": "int8-g32",
+        "q6_k": "int8-g32",
+    }
+)
+"""Kinds of schemes whose weights no operator decodes -> what would do."""
+
 _LONGROPE = "longrope"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", _LONGROPE)
 """Rotary types whose frequencies do not depend on the length of the input up to :func:`context_length`."""
@@ -108,14 +124,17 @@ def row_bytes(scheme: QuantScheme, columns: int, block: int) -> int:
 
 def layer_complaint(scheme: QuantScheme, columns: int, accuracy_level: int, gathered: bool = False) -> str | None:
     """Why the file cannot hold a layer by this scheme and what would do, or None; ``gathered`` is an embedding."""
+    if scheme.kind in _OTHERS:
+        return f"ONNX Runtime has no operator for its weights; use {_OTHERS[scheme.kind]}"
     if scheme.codebook is not None:
         return _codebook_complaint(scheme, columns, gathered)
     group = scheme.group_size
     if scheme.bits not in BITS:
         group_text = "channel" if group is None else f"g{group}"
+        cell = min(bits for bits in BITS if bits > scheme.bits)
         return (
             f"MatMulNBits stores {', '.join(map(str, BITS[:-1]))} or {BITS[-1]} bits, and {scheme.bits} bits in cells "
-            f"of 4 would take as much as 4; use int4-{group_text}, or int2"
+            f"of {cell} would take as much as {cell}; use int{cell}-{group_text}, or int{cell // 2}"
         )
     if group is not None and (group < MIN_BLOCK or group & (group - 1)):
         return f"MatMulNBits needs a group that is a power of two >= {MIN_BLOCK}; use g32"

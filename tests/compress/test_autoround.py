@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.grid import codes_of, fit_groups, split_groups
+from compress.grid import fit_groups, split_groups
+from compress.levels import codes_of
 from compress.passes.autoround import Autoround, distance
 from compress.passes.awq import Awq
 from compress.passes.rtn import Rtn
 from compress.rounding import LearnedRounding
 from compress.scheme import QuantScheme
 from tests.compress.families import VARIANTS, blockwise, compressed, logits, saved, tokens_of
+from tests.compress.test_blockgrid import check_parts
 from tests.reference import autoround as paper
 from tests.support import mean_kld, tiny_llama
 
@@ -238,3 +240,28 @@ def test_an_expert_without_tokens_is_rounded_and_named(tmp_path: Path) -> None:
 def test_nonsense_arguments_are_refused(arguments: dict[str, float], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Autoround(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["q4_k", "q3_k", "q5_1"])
+def test_ggmls_block_types_keep_their_grid_and_learn_their_codes(text: str) -> None:
+    scheme = QuantScheme.parse(text)
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
+    inputs = correlated(512, 256, 2)
+    start = fit_groups(split_groups(weight, scheme), scheme)
+    rounding = LearnedRounding(weight, scheme, start)
+
+    def loss(values: Tensor) -> Tensor:
+        return distance(inputs @ values.T, inputs @ weight.T)
+
+    plain = least = float(loss(rounding.values()))
+    for iteration in range(200):
+        leaf = rounding.values().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(leaf), [leaf])
+        rounding.step(gradient, 1 / 200 * (1 - iteration / 200))
+        least = min(least, float(loss(rounding.values())))
+    # Codes alone gain little where no layer follows.
+    assert least < 0.99 * plain
+    stored = rounding.stored()
+    assert torch.equal(stored.dequantize(), rounding.values())
+    assert torch.equal(stored.scale, start.scale)
+    check_parts(stored)

@@ -10,6 +10,7 @@ from compress.descent import descend
 from compress.grid import output_power, round_to_nearest
 from compress.scheme import QuantScheme
 from compress.tensor import QuantizedTensor
+from tests.compress.test_blockgrid import check_parts
 from tests.reference.descent import descend as textbook
 
 
@@ -36,6 +37,10 @@ SCHEMES = [
     ("int4-g160", 300),
     ("nf4-g32", 96),
     ("int8-g32", 64),
+    ("q5_1", 64),
+    ("q2_k", 256),
+    ("q3_k", 256),
+    ("q4_k", 512),
 ]
 
 
@@ -69,11 +74,24 @@ def test_scales_stay_what_files_hold(text: str, columns: int) -> None:
     weight, hessian = problem(columns)
     scheme = QuantScheme.parse(text)
     found = descend(weight, round_to_nearest(weight, scheme), hessian, 3)
-    assert torch.equal(found.scale.half().float(), found.scale)
     assert int(found.codes.max()) < scheme.levels
+    if scheme.block_type is not None:
+        check_parts(found)
+        return
+    assert torch.equal(found.scale.half().float(), found.scale)
     if found.zero is not None:
         minima = found.zero * found.scale
         assert torch.equal(minima.half().float(), minima)
+
+
+@pytest.mark.parametrize(("text", "columns"), SCHEMES)
+def test_the_start_stays_as_it_was(text: str, columns: int) -> None:
+    weight, hessian = problem(columns)
+    start = round_to_nearest(weight, QuantScheme.parse(text))
+    before = {name: part.clone() for name, part in start.tensors().items()}
+    found = descend(weight, start, hessian, 1)
+    assert all(torch.equal(part, before[name]) for name, part in start.tensors().items())
+    assert not torch.equal(found.dequantize(), start.dequantize())
 
 
 def test_no_sweep_changes_nothing() -> None:

@@ -20,6 +20,7 @@ from compress.scheme import QuantScheme
 from compress.session import Block, Session
 from compress.store import Store
 from compress.tensor import QuantizedTensor
+from tests.compress.test_blockgrid import check_parts
 from tests.reference.gptq import column_order
 from tests.reference.gptq import gptq as textbook
 from tests.support import naive_round
@@ -81,6 +82,15 @@ SHAPES = [
     ("int4-g128", 96),
     ("int4-g160", 300),
     ("int4-g8", 20),
+    ("int5-g32-asym", 72),
+    ("iq4_nl", 96),
+    ("mxfp4", 96),
+    ("ternary-g48", 96),
+    ("q5_1", 96),
+    ("q2_k", 512),
+    ("q3_k", 512),
+    ("q4_k", 512),
+    ("q6_k", 512),
 ]
 
 
@@ -94,9 +104,10 @@ def test_agrees_with_the_textbook_column_loop(text: str, columns: int, order: bo
     assert ours.scale.shape == theirs.scale.shape == (24, parse(text).groups(columns))
     # A tie that float32 and float64 break differently changes the rest of its row: rows, not codes, are counted.
     same = (ours.dequantize() == theirs.dequantize()).all(dim=1)
-    assert float(same.float().mean()) >= 0.9
+    # With two levels a row is more columns, and such a tie can move whole scales.
+    assert float(same.float().mean()) >= (0.8 if parse(text).two_level else 0.9)
     error, expected = (output_error(weight, q.dequantize(), stats.gram) for q in (ours, theirs))
-    assert error == pytest.approx(expected, rel=0.02)
+    assert error == pytest.approx(expected, rel=0.06 if parse(text).two_level else 0.02)
 
 
 @pytest.mark.parametrize(("text", "columns"), [row for row in SHAPES if row[0] != "int4-g8"])
@@ -124,7 +135,9 @@ def test_fresh_inputs_of_the_same_kind_gain_too() -> None:
 
 
 @pytest.mark.parametrize("order", [True, False])
-@pytest.mark.parametrize(("text", "columns"), [("int4-g32", 200), ("int2-g16", 40), ("int4-channel", 30)])
+@pytest.mark.parametrize(
+    ("text", "columns"), [("int4-g32", 200), ("int2-g16", 40), ("int4-channel", 30), ("q4_k", 768), ("q6_k", 768)]
+)
 def test_columns_are_taken_group_by_group(text: str, columns: int, order: bool) -> None:
     importance = torch.rand(columns, generator=torch.Generator().manual_seed(columns))
     ours = [group.tolist() for group in column_groups(importance, parse(text), order)]
@@ -132,6 +145,8 @@ def test_columns_are_taken_group_by_group(text: str, columns: int, order: bool) 
     assert sorted(column for group in ours for column in group) == list(range(columns))
     width = parse(text).width(columns)
     assert all(len({column // width for column in group}) == 1 for group in ours)
+    if parse(text).two_level:
+        assert all(len({group[0] // 256 for group in ours[at : at + 256 // width]}) == 1 for at in (0, 256 // width))
 
 
 def test_order_pays_where_channels_differ() -> None:
@@ -211,6 +226,15 @@ def test_a_zero_group_of_a_layer_costs_nothing_elsewhere(text: str) -> None:
     block, (record,) = run({"q": (weight, stats)}, text)
     assert block.quantized["q"].dequantize().isfinite().all()
     assert cast(float, record.output_error) <= cast(float, record.rounding_error)
+
+
+@pytest.mark.parametrize("text", ["q2_k", "q3_k", "q4_k", "q6_k"])
+def test_two_levels_stay_exact_through_solve_and_descent(text: str) -> None:
+    stats = stats_of(correlated(1200, 512))
+    block, (record,) = run({"q": (torch.randn(16, 512), stats)}, text)
+    check_parts(block.quantized["q"])
+    assert record.fallback is None
+    assert cast(float, record.output_error) < 0.5 * cast(float, record.rounding_error)
 
 
 @pytest.mark.parametrize("text", ["int4-g32", "int2-g16-asym", "int4-channel"])

@@ -9,16 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import InputError
-from compress.grid import (
-    FP16_MAX,
-    MAX_WEIGHT,
-    codes_of,
-    fit_groups,
-    output_error,
-    round_to_nearest,
-    split_groups,
-    storable,
-)
+from compress.grid import MAX_WEIGHT, fit_groups, output_error, round_to_nearest, split_groups
+from compress.levels import FP16_MAX, codes_of, storable
 from compress.scheme import QuantScheme
 from compress.tensor import expand_groups
 from tests.reference.grid import has_significant_bits, least_error

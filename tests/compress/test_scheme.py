@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.scheme import CODEBOOKS, QuantScheme
+from compress.scheme import CODEBOOKS, NAMED, QuantScheme
 
 groups = st.one_of(st.none(), st.integers(1, 4096))
 schemes = st.one_of(
-    st.builds(QuantScheme, st.sampled_from([2, 3, 4, 8]), groups, st.booleans()),
+    st.builds(QuantScheme, st.sampled_from([2, 3, 4, 5, 8]), groups, st.booleans()),
     st.builds(QuantScheme, st.just(4), groups, codebook=st.just("nf4")),
+    st.builds(QuantScheme, st.just(2), groups, codebook=st.just("ternary")),
+    st.sampled_from(list(NAMED.values())),
 )
 
 
@@ -33,6 +35,11 @@ def test_what_is_written_is_read_back(scheme: QuantScheme) -> None:
         ("int3-channel-asym", QuantScheme(3, None, symmetric=False)),
         ("nf4-g64", QuantScheme(4, 64, codebook="nf4")),
         ("nf4-channel", QuantScheme(4, None, codebook="nf4")),
+        ("int5-g32", QuantScheme(5, 32)),
+        ("ternary-g256", QuantScheme(2, 256, codebook="ternary")),
+        ("iq4_nl", QuantScheme(4, 32, codebook="iq4_nl")),
+        ("q4_k", QuantScheme(4, 32, symmetric=False, block_type="q4_k")),
+        ("q6_k", QuantScheme(6, 16, block_type="q6_k")),
     ],
 )
 def test_reads(text: str, expected: QuantScheme) -> None:
@@ -42,11 +49,15 @@ def test_reads(text: str, expected: QuantScheme) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("int5-g32", "5 bits are not supported, only 2, 3, 4, 8"),
+        ("int6-g32", "6 bits are not supported, only 2, 3, 4, 5, 8"),
         ("int0-g32", "0 bits"),
         ("int4-g0", "group size must be at least 1"),
         ("int4", "is not a scheme"),
         ("nf4", "is not a scheme"),
+        ("q4_k-g32", "is not a scheme"),
+        ("iq4_nl-g64", "is not a scheme"),
+        ("Q4_K", "is not a scheme"),
+        ("ternary-g256-asym", "ternary has no zero points; write ternary-g256"),
         ("nf3-g64", "is not a scheme"),
         ("nf4-g0", "one group per row is written nf4-channel"),
         ("nf4-g64-asym", "nf4 has no zero points; write nf4-g64"),
@@ -89,6 +100,13 @@ def test_groups_of_a_row(text: str, columns: int, width: int, groups: int) -> No
         ("int8-channel", (3, 50), 3 * (50 * 8 + 16)),
         ("int2-g64-asym", (1, 64), 64 * 2 + 18),
         ("nf4-g64", (10, 200), 10 * (200 * 4 + 4 * 16)),
+        ("mxfp4", (10, 64), 10 * (64 * 4 + 2 * 8)),
+        ("q5_1", (10, 64), 10 * (64 * 5 + 2 * 32)),
+        ("q2_k", (3, 512), 3 * 2 * 84 * 8),
+        ("q3_k", (3, 512), 3 * 2 * 110 * 8),
+        ("q4_k", (3, 512), 3 * 2 * 144 * 8),
+        ("q5_k", (3, 512), 3 * 2 * 176 * 8),
+        ("q6_k", (3, 512), 3 * 2 * 210 * 8),
     ],
 )
 def test_stored_bits_count_codes_scales_and_zero_points(text: str, shape: tuple[int, int], bits: int) -> None:

@@ -18,21 +18,24 @@ def rounded(text: str, rows: int = 6, columns: int = 70) -> QuantizedTensor:
 
 
 def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
-    zeros = one.zero is None and other.zero is None
-    if one.zero is not None and other.zero is not None:
-        zeros = torch.equal(one.zero, other.zero)
+    parts, others = one.tensors(), other.tensors()
     return (
         one.scheme == other.scheme
-        and zeros
-        and torch.equal(one.codes, other.codes)
-        and torch.equal(one.scale, other.scale)
+        and parts.keys() == others.keys()
+        and all(torch.equal(part, others[name]) for name, part in parts.items())
     )
 
 
 def test_gives_back_what_was_put_in(tmp_path: Path) -> None:
     store = Store(tmp_path / "blocks")
     first = {"a.q": rounded("int4-g32"), "a.k": rounded("int8-g32-asym"), "a.v": rounded("int2-channel")}
-    second = {"b.q": rounded("int4-g32-asym")}
+    second = {
+        "b.q": rounded("int4-g32-asym"),
+        "b.k": rounded("q4_k", columns=512),
+        "b.v": rounded("q6_k", columns=512),
+        "b.o": rounded("q5_1", columns=64),
+        "b.up": rounded("mxfp4", columns=64),
+    }
     store.put("a", first, {"a.norm.weight": torch.arange(5.0), "a.bias": torch.ones(3, dtype=torch.bfloat16)})
     store.put("b", second, {})
     assert list(store) == [*first, *second]

@@ -78,6 +78,7 @@ FOURS = "int4-g32, int4-g32-asym, int8-g32"
         (4.8, FOURS, "gguf", "pin: {lm_head: int8-g32}"),
         (4.8, FOURS, "onnx, gguf", ""),
         (7.0, FOURS, "gguf", "ignore: [model.layers.1.mlp.up_proj]"),
+        (5.1, "iq4_nl, mxfp4, int5-g32, q5_1", "gguf", ""),
         (5.2, "int4-channel, int4-g64-asym, int8-g32", "onnx, gguf", "pin: {lm_head: float}"),
     ],
 )
@@ -97,6 +98,24 @@ def test_the_files_keep_the_target(
         assert max(found.values()) == pytest.approx(counted, rel=1e-12)
     else:
         assert max(found.values()) >= 0.98 * counted
+
+
+def test_k_quants_are_planned_where_256_divides_the_width(
+    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    wide = tmp_path_factory.mktemp("wide")
+    (wide / "text.txt").symlink_to(folder / "text.txt")
+    tiny_llama(wide / "model", hidden_size=256, intermediate_size=512, num_hidden_layers=BLOCKS)
+    report = engine.run(recipe(wide, 5.2, "q2_k, q4_k, q6_k", "gguf"), tmp_path / "out")
+    (summary,) = (record.summary for record in report.passes if record.name == "mixed")
+    assert achieved(report) <= 5.2
+    assert gguf_bits(tmp_path / "out") == pytest.approx(achieved(report), rel=1e-12)
+    assert sum(count > 0 for count in summary["layers_per_scheme"].values()) >= 2
+    with pytest.raises(InputError) as refused:
+        engine.plan(recipe(folder, 5.2, "q4_k, q6_k", "gguf"))
+    # Either choice, for all but the layers that it suits: none here.
+    assert refused.value.what.count("GGUF cannot store q4_k") == 7 * BLOCKS
+    assert "use iq4_nl for this layer" in refused.value.what
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_every_kind_of_llama_computes_what_torch_computes(settings: dict[str, An
     assert divergence(model, export(model, tmp_path / "out", "f32")) < FLOAT_PARITY_KLD
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32", "int4-g32-asym", "int8-g32"])
+@pytest.mark.parametrize("scheme", ["int4-g32", "int4-g32-asym", "int8-g32", "int5-g32", "q5_1", "iq4_nl", "mxfp4"])
 def test_quantised_file_computes_the_fake_quantised_model(scheme: str, tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "model", edit=shake_vectors, attention_bias=True, **GROUPED)
     model = rounded_model(folder, tmp_path / "work", scheme)
@@ -110,7 +110,21 @@ def test_quantised_file_computes_the_fake_quantised_model(scheme: str, tmp_path:
 
 @pytest.mark.parametrize(
     "scheme",
-    ["int4-g32", "int4-g64", "int4-g128", "int4-channel", "int4-g32-asym", "int4-g64-asym", "int8-g32", "int8-channel"],
+    [
+        "int4-g32",
+        "int4-g64",
+        "int4-g128",
+        "int4-channel",
+        "int4-g32-asym",
+        "int4-g64-asym",
+        "int8-g32",
+        "int8-channel",
+        "q4_1",
+        "q5_1",
+        "iq4_nl",
+        "mxfp4",
+        "int5-channel",
+    ],
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_two_other_readers_give_back_every_weight_to_the_bit(scheme: str, tied: bool, tmp_path: Path) -> None:

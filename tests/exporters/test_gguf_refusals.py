@@ -50,6 +50,42 @@ def test_schemes_without_a_type_are_refused_for_every_layer(scheme: str, tmp_pat
     assert all("int4-g32" in text for text in complaints)
 
 
+WIDER = {"q2_k": "iq4_nl", "q3_k": "iq4_nl", "q4_k": "iq4_nl", "q5_k": "int5-g32", "q6_k": "int8-g32"}
+
+
+@pytest.mark.parametrize(("scheme", "instead"), [*WIDER.items(), ("ternary-g256", "int4-g32")])
+def test_blocks_of_256_that_do_not_divide_a_width_are_refused_for_every_layer(
+    scheme: str, instead: str, tmp_path: Path
+) -> None:
+    folder = tiny_llama(tmp_path / "model", hidden_size=96, intermediate_size=256)
+    model = rounded_model(folder, tmp_path / "work")
+    plan = dict.fromkeys(model.shapes, QuantScheme.parse(scheme))
+    complaints = GgufExporter().check(describe(model.config), plan, model.shapes)
+    # The embedding, the head and all linears but down_proj.
+    assert len(complaints) == 2 + 2 * 6
+    assert not any("down_proj" in text for text in complaints)
+    for text in complaints:
+        assert f"GGUF cannot store {scheme}: its blocks hold 256 inputs and 96 is no multiple of 256" in text
+        assert text.endswith(f"use {instead} for this layer")
+        layer = text.split(" ")[0]
+        assert GgufExporter().check(describe(model.config), {layer: QuantScheme.parse(instead)}, model.shapes) == []
+
+
+@pytest.mark.parametrize(("field", "reason"), [("scale", "scales are no multiples"), ("minimum", "minima are no")])
+def test_two_levels_that_are_no_multiples_are_errors_that_name_the_layer(
+    field: str, reason: str, tmp_path: Path
+) -> None:
+    layer = "model.layers.0.mlp.down_proj"
+    model = rounded_model(
+        tiny_llama(tmp_path / "model", intermediate_size=256), tmp_path / "work", plan={layer: "q4_k"}
+    )
+    item = model.quantized(layer)
+    model._store.put("broken", {layer: replace(item, **{field: getattr(item, field) * 1.001})}, {})
+    with pytest.raises(CompressError, match=reason) as caught:
+        export(model, tmp_path / "out")
+    assert caught.value.where == layer
+
+
 def test_group_that_covers_the_whole_row_needs_no_multiple_of_32(tmp_path: Path) -> None:
     assert check(tiny_llama(tmp_path / "model", intermediate_size=64), "int4-g100") == []
 
@@ -148,6 +184,8 @@ def test_a_file_that_cannot_be_written_whole_is_an_error(share: float, tmp_path:
 def test_unknown_float_type_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InputError, match="did you mean 'bf16'"):
         GgufExporter("bf61")
+    with pytest.raises(InputError, match=r"(?s)float_type 'f8'.*ternary 'tq3_0' is not known; did you mean"):
+        GgufExporter("f8", "tq3_0")
 
 
 def test_missing_layer_is_an_error(tmp_path: Path) -> None:

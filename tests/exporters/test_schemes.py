@@ -17,34 +17,35 @@ from compress.models.topology import DecoderSpec, describe
 from compress.recipe import loads
 from compress.runner.artifact import find_artifact
 from compress.runner.ort import OrtRuntime
-from compress.scheme import QuantScheme
+from compress.scheme import CODEBOOKS, NAMED, QuantScheme
 from exporters.onnx import OnnxExporter
 from exporters.onnx.layout import to_codebook_blocks
 from tests.compress.runs import sentences
 from tests.support import fake_quantized, mean_kld, naive_round, rounded_model, tiny_llama
 
 GROUPS = ("g16", "g32", "g64", "g128", "g256", "channel")
-KINDS = (*(f"int{bits}" for bits in (2, 3, 4, 8)), "nf4")
+KINDS = (*(f"int{bits}" for bits in (2, 3, 4, 5, 8)), "nf4", "ternary")
 SCHEMES = [
     f"{kind}-{group}{end}"
     for kind, group, end in itertools.product(KINDS, GROUPS, ("", "-asym"))
-    if not (kind == "nf4" and end)
-]
+    if not (kind in CODEBOOKS and end)
+] + list(NAMED)
 STORED = {
     "onnx": {
         scheme
         for scheme in SCHEMES
         # 2 bits in groups of 16 have no kernel with 8-bit activations.
-        if not scheme.startswith("int3") and not scheme.startswith("int2-g16")
+        if not scheme.startswith(("int3", "int5", "ternary", "int2-g16")) and scheme not in NAMED
     },
     "gguf": {
         f"{kind}-{group}" + end
-        for kind, end in (("int4", ""), ("int4", "-asym"), ("int8", ""))
+        for kind, end in (("int4", ""), ("int4", "-asym"), ("int5", ""), ("int5", "-asym"), ("int8", ""))
         for group in GROUPS
         if group != "g16"
-    },
+    }
+    | {"ternary-g256", "ternary-channel", *NAMED},
 }
-FEW = re.compile(r".*-(g64|channel)(-asym)?")
+FEW = re.compile(r".*-(g64|channel)(-asym)?|\w+_\w+|mxfp4")
 """For the passes that take their time."""
 
 
@@ -52,7 +53,7 @@ FEW = re.compile(r".*-(g64|channel)(-asym)?")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("schemes")
     (root / "text.txt").write_text(sentences(1, 400))
-    tiny_llama(root / "few", hidden_size=128, intermediate_size=256)
+    tiny_llama(root / "few", hidden_size=256, intermediate_size=256, num_hidden_layers=3)
     return tiny_llama(root / "model", hidden_size=256, intermediate_size=256, num_hidden_layers=8)
 
 

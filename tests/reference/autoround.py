@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.grid import Grid, storable
+from compress.levels import Grid, storable
 from compress.rounding import LearnedRounding
 from compress.scheme import CODEBOOKS, QuantScheme
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compress.grid import Grid, assemble, fit_groups
-from compress.scheme import QuantScheme
+from compress.grid import fit_groups
+from compress.levels import Grid, assemble
+from compress.scheme import CODEBOOKS, SUPER_BLOCK, QuantScheme
 from compress.tensor import QuantizedTensor
 
 
@@ -22,6 +23,11 @@ def column_order(mean_square: Tensor, scheme: QuantScheme, order: bool) -> list[
     if order:
         groups = [sorted(group, key=lambda c: -float(mean_square[c])) for group in groups]
         groups.sort(key=lambda group: -float(mean_square[group].mean()))
+    if order and scheme.two_level:
+        # Super-blocks first, in each its groups as they stand.
+        blocks = [[group for group in groups if group[0] // SUPER_BLOCK == b] for b in range(columns // SUPER_BLOCK)]
+        blocks.sort(key=lambda block: -float(mean_square[[c for group in block for c in group]].mean()))
+        groups = [group for block in blocks for group in block]
     return groups
 
 
@@ -69,15 +75,42 @@ def gptq(
     codes = torch.zeros(weight.shape, dtype=torch.float32)
     scale = torch.zeros(weight.shape[0], len(groups))
     zero = torch.zeros_like(scale)
-    for group in groups:
-        grid = fit_groups(work[:, group].float()[:, None], scheme, costs[group].float()[None])
+    shared = [torch.zeros(weight.shape[0], weight.shape[1] // SUPER_BLOCK) for _ in range(2 if scheme.two_level else 0)]
+    block, within = -1, None
+    for index, group in enumerate(groups):
+        if scheme.two_level:
+            if group[0] // SUPER_BLOCK != block:
+                block, first = group[0] // SUPER_BLOCK, index
+                each = groups[first : first + SUPER_BLOCK // len(group)]
+                whole = fit_groups(
+                    torch.stack([work[:, one].float() for one in each], dim=1),
+                    scheme,
+                    torch.stack([costs[one].float() for one in each]),
+                )
+                for numbers, found in zip(shared, (whole.d, whole.dmin), strict=True):
+                    assert found is not None
+                    numbers[:, block] = found[:, 0]
+            here = slice(index - first, index - first + 1)
+            within = Grid(whole.scale[:, here], whole.zero[:, here], whole.d, whole.dmin)
+        grid = fit_groups(work[:, group].float()[:, None], scheme, costs[group].float()[None], within=within)
         place = group[0] // scheme.width(weight.shape[1])
         scale[:, place], zero[:, place] = grid.scale[:, 0], grid.zero[:, 0]
         for column in group:
-            steps = torch.round(work[:, column].float() / scale[:, place] + zero[:, place])
-            codes[:, column] = steps.clamp(0, scheme.levels - 1)
-            rounded = (codes[:, column] - zero[:, place]) * scale[:, place]
+            codes[:, column], rounded = _rounded(work[:, column].float(), scale[:, place], zero[:, place], scheme)
             error = (work[:, column] - rounded.double()) / float(inverse[column, column])
             work -= torch.outer(error, inverse[column])
             inverse = _without(inverse, column)
-    return assemble(codes, Grid(scale, zero), scheme)
+    return assemble(codes, Grid(scale, zero, *shared), scheme)
+
+
+def _rounded(values: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
+    """The nearest codes, and what they stand for."""
+    if scheme.codebook is not None:
+        table = torch.tensor(CODEBOOKS[scheme.codebook])
+        codes = (values[:, None] - table * scale[:, None]).abs().argmin(1)
+        return codes.float(), table[codes] * scale
+    if scheme.has_minima:
+        codes = torch.round((values + zero) / scale).clamp(0, scheme.levels - 1)
+        return codes, codes * scale - zero
+    codes = torch.round(values / scale + zero).clamp(0, scheme.levels - 1)
+    return codes, (codes - zero) * scale

@@ -1,0 +1,51 @@
+"""The benchmark of GGUF types on a tiny model: both sides of every recipe are quantised and scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gguf_types
+from tests.compress.runs import sentences
+from tests.support import tiny_llama
+
+RECIPE = """model: builtin:smollm2-135m
+passes: [rtn: {scheme: int5-g32}]
+export: [gguf]
+pin: {"*.down_proj": q2_k}
+"""
+
+
+def test_both_sides_are_scored_on_the_same_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama(tmp_path / "model", intermediate_size=256)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    for number, name in enumerate(("calibration", "evaluation")):
+        (tmp_path / name).write_text(sentences(number, 1500), encoding="utf-8")
+    command = ["gguf_types.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
+    command += ["--calibration", str(tmp_path / "calibration"), "--evaluation", str(tmp_path / "evaluation")]
+    command += ["--samples", "4", "--windows", "3", "--length", "32", "--recipe", str(tmp_path / "recipe.yaml")]
+    monkeypatch.setattr("sys.argv", command)
+    gguf_types.main()
+    printed = capsys.readouterr()
+    (result,) = [json.loads(line) for line in printed.err.splitlines() if line.startswith("{")]
+    assert 0 < result["ours"]["kld"] < 1
+    assert 0 < result["llama.cpp"]["kld"] < 1
+    assert result["ours"]["kld"] != result["llama.cpp"]["kld"]
+    linears = {
+        "q": 64 * 64,
+        "k": 32 * 64,
+        "v": 32 * 64,
+        "o": 64 * 64,
+        "gate": 64 * 256,
+        "up": 64 * 256,
+        "down": 64 * 256,
+    }
+    ends = 2 * 320 * 64
+    bits = {name: 2.625 if name == "down" else 5.5 for name in linears}
+    expected = sum(2 * size * bits[name] for name, size in linears.items()) + 8.5 * ends
+    assert result["bits"] == pytest.approx(expected / (2 * sum(linears.values()) + ends), rel=1e-12)
+    assert f"| {result['bits']:.3f} |" in printed.out
