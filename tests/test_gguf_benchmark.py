@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gguf_types
+from benchmarks import gguf_files
 from tests.compress.runs import sentences
 from tests.support import tiny_llama
 
@@ -25,11 +25,11 @@ def test_both_sides_are_scored_on_the_same_types(
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     for number, name in enumerate(("calibration", "evaluation")):
         (tmp_path / name).write_text(sentences(number, 1500), encoding="utf-8")
-    command = ["gguf_types.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
+    command = ["gguf_files.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
     command += ["--calibration", str(tmp_path / "calibration"), "--evaluation", str(tmp_path / "evaluation")]
     command += ["--samples", "4", "--windows", "3", "--length", "32", "--recipe", str(tmp_path / "recipe.yaml")]
     monkeypatch.setattr("sys.argv", command)
-    gguf_types.main()
+    gguf_files.main()
     printed = capsys.readouterr()
     (result,) = [json.loads(line) for line in printed.err.splitlines() if line.startswith("{")]
     assert 0 < result["ours"]["kld"] < 1

@@ -1,13 +1,12 @@
 """Our ONNX artifacts against onnxruntime-genai's own 4-bit models of one checkpoint: bytes, divergence, decode speed.
 
-    python -m benchmarks.onnx --model DIR --calibration calib.txt --evaluation heldout.txt --out FOLDER \
+    python benchmarks/onnx_files.py --model DIR --calibration calib.txt --evaluation heldout.txt --out FOLDER \
         --builder /venvs/genai/bin/python
 
 The same ONNX Runtime runs everybody's files, through the same runner: KLD in nats over every position of the first
 evaluation windows, from the float32 model; and tokens a second of a decode, taken in turns, so that a busy machine is
 busy for all. Bytes are those of the graph and its data, without tokenizers. What FOLDER has is not built again.
-``--builder`` is the Python of an environment with onnxruntime-genai, onnx-ir, torch and transformers. As a script, not
-a module, this file would take the place of the onnx package.
+``--builder`` is the Python of an environment with onnxruntime-genai, onnx-ir, torch and transformers.
 """
 
 from __future__ import annotations
@@ -158,8 +157,6 @@ def table(found: Sequence[Found]) -> str:
 
 def main() -> None:
     """Build, score, time, print."""
-    if not __package__:
-        sys.exit("run it as python -m benchmarks.onnx: as a script it would take the place of the onnx package")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "calibration", "evaluation", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)

@@ -1,6 +1,6 @@
 """Our GGUF types against llama.cpp's own, tensor by tensor of the same type: the bytes are equal by construction.
 
-    python -m benchmarks.gguf_types --model DIR --calibration calib.txt --evaluation heldout.txt --out FOLDER \
+    python benchmarks/gguf_files.py --model DIR --calibration calib.txt --evaluation heldout.txt --out FOLDER \
         --recipe q4_k_m --recipe iq4_nl
 
 Each recipe's passes run on the first windows of the calibration text. llama.cpp's side gives every layer the type that
