@@ -42,7 +42,7 @@ demo: $(READY) ## Compress the builtin model and measure what came out: runs/dem
 	$(BIN)/compress run $(RECIPE) --out $(OUT) --overwrite
 
 test: $(READY) ## Run the tests.
-	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(READY) ## Run ruff, mypy and import-linter.
 	$(BIN)/ruff check

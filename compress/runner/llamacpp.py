@@ -7,6 +7,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,16 @@ class _Log:
         text = "; ".join(line for line in self.lines if line)
         self.lines.clear()
         return text or "it says nothing more"
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    """The thread in which llama.cpp computes, and nothing else does.
+
+    On CPUs with AMX it sets a thread's tiles up once; torch, in the same thread, puts them back after each product of
+    bfloat16 matrices, and llama.cpp's next one would be an illegal instruction (tried).
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix="llama.cpp")
 
 
 @functools.cache
@@ -157,7 +168,7 @@ class LlamaCppRuntime:
             token=ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
             logits=wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
-        status = library.llama_decode(context, batch)
+        status = _thread().submit(library.llama_decode, context, batch).result()
         if status != 0:
             raise CompressError(f"llama.cpp could not compute {ids.size} tokens (status {status}): {log.take()}")
         self._position += ids.size
@@ -258,7 +269,8 @@ class LlamaCppRuntime:
             return
         library, _ = _library()
         if self._context:
-            library.llama_free(self._context)
+            # After a step that an interrupt did not wait for.
+            _thread().submit(library.llama_free, self._context).result()
         if self._model:
             library.llama_model_free(self._model)
         self._model = self._context = self._vocabulary = None

@@ -185,3 +185,25 @@ def test_missing_library_is_explained_with_the_command(entry: Path, monkeypatch:
         LlamaCppRuntime().load(entry, threads=1, context=16)
     assert "pip install llama-cpp-python==0.3.36" in caught.value.fix
     assert "-fno-tree-dse" in caught.value.fix
+
+
+BESIDE_TORCH = """
+import sys
+from pathlib import Path
+import numpy as np, torch
+from compress.runner.llamacpp import LlamaCppRuntime
+
+runtime, prompt = LlamaCppRuntime(), np.arange(40) % 200
+runtime.load(Path(sys.argv[1]), threads=1, context=64)
+before = runtime.prefill(prompt)
+matrix = torch.randn(256, 256, dtype=torch.bfloat16)
+(matrix @ matrix).sum().item()
+assert np.array_equal(runtime.prefill(prompt), before)
+runtime.close()
+"""
+
+
+def test_torch_may_compute_in_bfloat16_between_two_steps(entry: Path) -> None:
+    """On a CPU with AMX both set up the same registers, each as if it were alone in its thread."""
+    done = subprocess.run([sys.executable, "-c", BESIDE_TORCH, str(entry)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
