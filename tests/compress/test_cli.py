@@ -249,7 +249,8 @@ def test_defaults_and_required_arguments_are_listed(capsys: pytest.CaptureFixtur
     assert main(["list", "passes", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["rtn"]["arguments"] == {"scheme": "int4-g32", "search": True}
-    assert rows["mixed"]["required"] == ["target_bits"]
+    assert rows["mixed"]["required"] == []
+    assert rows["mixed"]["arguments"]["target_bits"] is None
     assert rows["mixed"]["arguments"]["choices"] == ["int4-g32", "int8-g32"]
 
 
