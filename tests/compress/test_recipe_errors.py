@@ -85,7 +85,7 @@ class Unwritable:
         ("ignore: [a, a]", "ignore[1]: 'a' is already in r.yaml:4: ignore[0]; remove one"),
         ("pin: [lm_head]", "pin: expected 'pattern: scheme' lines, got a list"),
         ("pin: {lm_head: 8}", "pin.lm_head: expected a scheme such as int4-g32 or float, got the number 8"),
-        ("pin: {lm_head: int5-g32}", "pin.lm_head: 'int5-g32': 5 bits are not supported, only 2, 3, 4, 8, or float"),
+        ("pin: {lm_head: int7-g32}", "pin.lm_head: 'int7-g32': 7 bits are not supported, only 2, 3, 4, 5, 8, or float"),
     ],
 )  # fmt: skip
 def test_a_wrong_line_is_refused_with_its_place_and_a_remedy(line: str, complaint: str) -> None:
@@ -107,8 +107,8 @@ def test_a_wrong_line_is_refused_with_its_place_and_a_remedy(line: str, complain
         ("round: {bits: 4}", ".round.bits: unknown key; bits, group and symmetry are one text, as in scheme: int4-g32-asym"),
         ("round: {sym: no}", ".round.sym: unknown key; bits, group and symmetry are one text, as in scheme: int4-g32-asym"),
         ("round: {scheme: 4}", ".round.scheme: expected a scheme such as int4-g32, got the number 4"),
-        ("round: {scheme: int5-g32}", ".round.scheme: 'int5-g32': 5 bits are not supported, only 2, 3, 4, 8"),
-        ("round: {scheme: int0-g32}", ".round.scheme: 'int0-g32': 0 bits are not supported, only 2, 3, 4, 8"),
+        ("round: {scheme: int7-g32}", ".round.scheme: 'int7-g32': 7 bits are not supported, only 2, 3, 4, 5, 8"),
+        ("round: {scheme: int0-g32}", ".round.scheme: 'int0-g32': 0 bits are not supported, only 2, 3, 4, 5, 8"),
         ("round: {search: 1}", ".round.search: expected true or false, got the number 1"),
         ("plan", ".plan.target_bits: missing; write target_bits: a number"),
         ("plan: {target_bits: 5, choices: int4-g32}", ".plan.choices: expected a list, each a scheme such as int4-g32, got the text 'int4-g32': write [int4-g32]"),

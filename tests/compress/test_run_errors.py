@@ -223,7 +223,7 @@ GPTQ, RTN = f"{HEAD}passes:\n  - gptq: ", f"{HEAD}passes:\n  - rtn: "
         (f"{GPTQ}{{damp_percnt: 0.1}}\n", "passes[0].gptq.damp_percnt: unknown key; did you mean 'damping'?"),
         (f'{RTN}{{bits: "4"}}\n', "passes[0].rtn.bits: unknown key"),
         (f"{RTN}{{scheme: 4.0}}\n", "passes[0].rtn.scheme"),
-        (f"{RTN}{{scheme: int5-g32}}\n", "5 bits are not supported"),
+        (f"{RTN}{{scheme: int7-g32}}\n", "7 bits are not supported"),
         (f"{RTN}{{scheme: int0-g32}}\n", "0 bits are not supported"),
         (f"{RTN}{{scheme: true}}\n", "passes[0].rtn.scheme"),
         (f"{RTN}{{sym: no}}\n", "passes[0].rtn.sym: unknown key"),
