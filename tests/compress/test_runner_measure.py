@@ -179,7 +179,9 @@ def test_fewer_bits_need_less_memory_by_about_the_difference_of_the_weights(
         assert peaks[name] == pytest.approx(int(plain.stdout) * 1024, rel=0.12)
     assert peaks["float"] > peaks["int8"] > peaks["int4"]
     assert weights["float"] > weights["int8"] > weights["int4"]
-    assert peaks["float"] - peaks["int4"] == pytest.approx(stored["float"] - stored["int4"], rel=0.4)
+    # On a CPU with AMX llama.cpp keeps the mapped file and a repacked copy of its weights.
+    copies = 2 if format == "gguf" else 1
+    assert 0.6 < (peaks["float"] - peaks["int4"]) / (stored["float"] - stored["int4"]) < 1.4 * copies
 
 
 def run(prefill: float, steps: tuple[float, ...]) -> Run:
