@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,16 +37,8 @@ from tests.compress.families import (
     whole_model,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_routed = pytest.mark.parametrize("variant", ROUTED)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def naive_expert_inputs(folder: Path, tokens: Tensor, index: int) -> dict[str, list[Tensor]]:

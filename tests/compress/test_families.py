@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,8 @@ from tests.compress.families import (
 )
 from tests.reference.decoder import ReferenceDecoder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def reference(folder: Path, tokens: Tensor, spec: DecoderSpec | None = None) -> Tensor:

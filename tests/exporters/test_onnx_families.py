@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,15 @@ from compress.session import CompressedModel
 from exporters.onnx import OnnxExporter
 from tests.compress.families import ROUTED, VARIANTS, saved, tokens_of
 from tests.compress.runs import sentences
+from tests.exporters.generation import by_genai, by_runtime
 from tests.exporters.test_onnx_parity import session, step
 from tests.support import mean_kld, rounded_model, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 CLOSE = {"atol": 2e-4, "rtol": 0.0}
 LENGTH = 24
 """Three times the windows of the variants."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_of(variant: str, folder: Path, scheme: str | None = "int4-g32", **overrides: Any) -> CompressedModel:
@@ -251,24 +243,9 @@ def test_a_run_proves_the_artifact(variant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("variant", "float_type"), [*((name, "f32") for name in VARIANTS), ("qwen3_moe", "f16")])
 def test_genai_generates_what_the_runtime_generates(variant: str, float_type: str, tmp_path: Path) -> None:
-    import onnxruntime_genai
-
     artifact = export(model_of(variant, tmp_path, eos_token_id=319), tmp_path / "out", 0, float_type)
     tiny_tokenizer(artifact.path)
     prompt, count = tokens_of(1, LENGTH)[0].tolist(), 12
-    model = onnxruntime_genai.Model(str(artifact.path))
-    parameters = onnxruntime_genai.GeneratorParams(model)
-    parameters.set_search_options(max_length=LENGTH + count)
-    generator = onnxruntime_genai.Generator(model, parameters)
-    generator.append_tokens(prompt)
-    found = []
-    while not generator.is_done():
-        generator.generate_next_token()
-        found.append(int(generator.get_next_tokens()[0]))
-
-    runtime = OrtRuntime(spin=False)
-    runtime.load(artifact.path / artifact.entry, threads=1, context=LENGTH + count)
-    expected = [int(runtime.prefill(np.array(prompt)).argmax())]
-    while len(expected) < count and expected[-1] != 319:
-        expected.append(int(runtime.decode(expected[-1]).argmax()))
+    found = by_genai(artifact.path, prompt, count)
+    expected = by_runtime(artifact.path / artifact.entry, prompt, count, ends={319})
     assert found == expected

@@ -26,6 +26,7 @@ from compress.session import CompressedModel
 from compress.tensor import QuantizedTensor
 from exporters.onnx import OnnxExporter
 from exporters.onnx.layout import to_blocks
+from tests.exporters.generation import by_genai, by_runtime
 from tests.support import TEMPLATE, fake_quantized, naive_round, rounded_model, tiny_llama
 
 ODD = {"hidden_size": 96, "intermediate_size": 200}
@@ -321,24 +322,11 @@ def test_genai_generates_what_the_runtime_generates(tmp_path: Path, tied: bool, 
     generation = json.loads((folder / "generation_config.json").read_text()) | {"eos_token_id": [318, 319]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     artifact = export(rounded_model(folder, tmp_path / "w"), tmp_path / "out")
-    model = onnxruntime_genai.Model(str(artifact.path))
-    tokenizer = onnxruntime_genai.Tokenizer(model)
+    tokenizer = onnxruntime_genai.Tokenizer(onnxruntime_genai.Model(str(artifact.path)))
     message = json.dumps([{"role": "user", "content": "quick brown fox"}])
     prompt = tokenizer.encode(tokenizer.apply_chat_template(message, add_generation_prompt=True))
-    parameters = onnxruntime_genai.GeneratorParams(model)
-    parameters.set_search_options(max_length=len(prompt) + 20)
-    generator = onnxruntime_genai.Generator(model, parameters)
-    generator.append_tokens(prompt)
-    found = []
-    while not generator.is_done():
-        generator.generate_next_token()
-        found.append(int(generator.get_next_tokens()[0]))
-
-    runtime = OrtRuntime(spin=False)
-    runtime.load(artifact.path / artifact.entry, threads=1, context=len(prompt) + 20)
-    expected = [int(runtime.prefill(np.array(prompt)).argmax())]
-    while len(expected) < 20 and expected[-1] not in (318, 319):
-        expected.append(int(runtime.decode(expected[-1]).argmax()))
+    found = by_genai(artifact.path, prompt, 20)
+    expected = by_runtime(artifact.path / artifact.entry, prompt, 20, ends={318, 319})
     assert found == expected
     assert len(set(found)) > 1
 

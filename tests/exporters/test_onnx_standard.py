@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,13 @@ from exporters.onnx import OnnxExporter
 from exporters.onnx.layout import to_columns
 from tests.compress.families import VARIANTS, saved, tokens_of
 from tests.compress.runs import sentences
+from tests.exporters.generation import by_genai, by_runtime
 from tests.exporters.test_onnx_families import CLOSE, LENGTH, check_padded_rows, torch_logits
 from tests.support import mean_kld, naive_round, rounded_model, tiny_tokenizer
 
 EXPORTER = OnnxExporter(dialect="standard")
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def written(variant: str, folder: Path, scheme: str = "int4-g16", exporter: Any = EXPORTER) -> CompressedModel:
@@ -153,24 +146,10 @@ def test_a_run_proves_the_artifact_and_says_what_a_runtime_decides(tmp_path: Pat
 
 @pytest.mark.parametrize("variant", ["gemma3", "qwen3_moe"])
 def test_genai_generates_what_the_runtime_generates(variant: str, tmp_path: Path) -> None:
-    import onnxruntime_genai
-
     written(variant, tmp_path)
     prompt, count = tokens_of(1, LENGTH)[0].tolist(), 8
-    model = onnxruntime_genai.Model(str(tmp_path / "out"))
-    parameters = onnxruntime_genai.GeneratorParams(model)
-    parameters.set_search_options(max_length=LENGTH + count)
-    generator = onnxruntime_genai.Generator(model, parameters)
-    generator.append_tokens(prompt)
-    found: list[int] = []
-    while not generator.is_done():
-        generator.generate_next_token()
-        found.append(int(generator.get_next_tokens()[0]))
-    runtime = OrtRuntime(spin=False)
-    runtime.load(tmp_path / "out" / "model.onnx", threads=1, context=LENGTH + count)
-    expected = [int(runtime.prefill(np.array(prompt)).argmax())]
-    while len(expected) < len(found):
-        expected.append(int(runtime.decode(expected[-1]).argmax()))
+    found = by_genai(tmp_path / "out", prompt, count)
+    expected = by_runtime(tmp_path / "out" / "model.onnx", prompt, len(found))
     assert found == expected
 
 
