@@ -1,6 +1,6 @@
 """Our GGUF types against llama.cpp's own, tensor by tensor of the same type: the bytes are equal by construction.
 
-    python benchmarks/gguf_files.py --model DIR --calibration calib.txt --evaluation heldout.txt --out FOLDER \
+    python -m benchmarks.gguf_files --model DIR --calibration calib.txt --evaluation heldout.txt --out FOLDER \
         --recipe q4_k_m --recipe iq4_nl
 
 Each recipe's passes run on the first windows of the calibration text. llama.cpp's side gives every layer the type that
@@ -11,7 +11,6 @@ same windows: the mean square of each input of the float32 model, as ``llama-ima
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.quality import Bed, Stopwatch, windows
+from benchmarks.quality import Bed, Stopwatch, options, windows
 from compress import registry
 from compress.engine import Clock, run_passes
 from compress.journal import Journal
@@ -105,13 +104,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Read the arguments, compare each recipe, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "calibration", "evaluation", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = options(__doc__)
     parser.add_argument("--recipe", action="append", required=True, help="a bundled recipe, or a file")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Our ONNX artifacts against onnxruntime-genai's own 4-bit models of one checkpoint: bytes, divergence, decode speed.
 
-    python benchmarks/onnx_files.py --model DIR --calibration calib.txt --evaluation heldout.txt --out FOLDER \
+    python -m benchmarks.onnx_files --model DIR --calibration calib.txt --evaluation heldout.txt --out FOLDER \
         --builder /venvs/genai/bin/python
 
 The same ONNX Runtime runs everybody's files, through the same runner: KLD in nats over every position of the first
@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 import compress
+from benchmarks.quality import options as options_for
 from compress.artifacts import bench
 from compress.models.decoder import Decoder
 from compress.models.sources import open_model
@@ -39,26 +40,15 @@ RECIPE = """
 model: {model}
 calibration: {{source: text, path: {calibration}, samples: {samples}, sequence_length: {length}}}
 passes: [{passes}]
-pin: {pin}
 export: [onnx]
 measure: {{threads: {threads}, prompt_tokens: 16, generate_tokens: 8, repeats: 1}}
 evaluate: false
 """
-
-
-@dataclass(frozen=True)
-class Ours:
-    """Passes of a recipe, and what it pins, in flow style."""
-
-    passes: str
-    pin: str = "{}"
-
-
 MIXED = "mixed: {{target_size: {size}, choices: [int4-g32, int4-g32-asym, int8-g32]}}"
-OURS: Mapping[str, Ours] = {
-    "gptq int4-g32": Ours("guided, gptq"),
+OURS: Mapping[str, str] = {
+    "gptq int4-g32": "guided, gptq",
     **{
-        f"mixed within {size}": Ours(f"{{{MIXED.format(size=size)}}}, guided, gptq")
+        f"mixed within {size}": f"{{{MIXED.format(size=size)}}}, guided, gptq"
         for size in ("75MB", "88MB", "95MB", "105MB", "113MB")
     },
 }
@@ -89,10 +79,10 @@ class Found:
 
 def build_ours(name: str, options: argparse.Namespace) -> Path:
     """Compress once; the artifact's folder."""
-    out, wanted = options.out / f"ours {name}".replace(" ", "-"), OURS[name]
+    out = options.out / f"ours {name}".replace(" ", "-")
     if not out.exists():
         recipe = options.out / "recipe.yaml"
-        recipe.write_text(RECIPE.format(passes=wanted.passes, pin=wanted.pin, **vars(options)))
+        recipe.write_text(RECIPE.format(passes=OURS[name], **vars(options)))
         compress.run(recipe, out, resume=True)
     return Path(out / "onnx")
 
@@ -157,15 +147,10 @@ def table(found: Sequence[Found]) -> str:
 
 def main() -> None:
     """Build, score, time, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "calibration", "evaluation", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser = options_for(__doc__)
+    parser.set_defaults(threads=len(os.sched_getaffinity(0)))
     parser.add_argument("--builder", help="Python with onnxruntime-genai's model builder; without it ours alone")
     parser.add_argument("--only", action="append", help="of ours, those whose name has this in it; default all")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

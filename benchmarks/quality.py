@@ -190,15 +190,19 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Read the arguments, do what is not done yet, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """What every benchmark on calibration and evaluation texts is told; ``doc`` is the module's."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "calibration", "evaluation", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--windows", type=int, default=40)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=2)
+    for name, default in (("samples", 64), ("windows", 40), ("length", 512), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser
+
+
+def main() -> None:
+    """Read the arguments, do what is not done yet, print the table."""
+    parser = options(__doc__)
     parser.add_argument("--precision", default="float32", help="of our calibration; give each a FOLDER of its own")
     parser.add_argument("--run", type=Run.parse, action="append", default=[], help="who method scheme")
     parser.add_argument("--peer", action="append", default=[], help="name=its environment's python")

@@ -123,13 +123,11 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     complaints = [*_missing_runtimes(recipe), *_too_long(recipe, spec)]
     unfit: list[str] = []
     remarks: list[str] = []
-    candidates = [plan for step in prepared.of_scope("model") for plan in step.value.candidates(session)]
+    plans = [session.plan, *(plan for step in prepared.of_scope("model") for plan in step.value.candidates(session))]
     for step in recipe.export:
-        found = [
-            text for plan in (session.plan, *candidates) for text in step.value.check(spec, plan, shapes, session.kv)
-        ]
+        found = [text for plan in plans for text in step.value.check(spec, plan, shapes, session.kv)]
         unfit += [f"{step.name}: {text}" for text in dict.fromkeys(found)]
-        told = [text for plan in (session.plan, *candidates) for text in step.value.remarks(spec, plan)]
+        told = [text for plan in plans for text in step.value.remarks(spec, plan)]
         told += step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)
         remarks += [f"{step.name}: {text}" for text in dict.fromkeys(told)]
     if complaints or unfit:

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 class Store:
     """Quantised layers and changed dense tensors of a run, on disk under ``root``.
 
-    Only names and schemes are kept in memory, so a model of any size needs the memory of one layer.
+    Only names, schemes and scales of caches are kept in memory, so a model of any size needs the memory of one layer.
     """
 
     root: Path
     schemes: dict[str, QuantScheme] = field(default_factory=dict)
     _files: dict[str, Path] = field(default_factory=dict)
     _dense: dict[str, Path] = field(default_factory=dict)
-    _kv: dict[str, KVScheme] = field(default_factory=dict)
+    _kv: dict[str, KVScales] = field(default_factory=dict)
 
     def put(
         self,
@@ -73,7 +73,8 @@ class Store:
         self._files.update(dict.fromkeys(schemes, path))
         self._dense.update(dict.fromkeys(dense, path))
         if kv is not None:
-            self._kv[block] = kv
+            with safe_open(path, framework="pt") as file:
+                self._kv[block] = KVScales(kv, file.get_tensor("kv:key"), file.get_tensor("kv:value"))
 
     def quantized(self, name: str) -> QuantizedTensor:
         """The layer ``name``; KeyError if it was left in floating point."""
@@ -86,11 +87,7 @@ class Store:
 
     def kv(self, block: str) -> KVScales | None:
         """Scales of the key/value cache of ``block``; None where it stays in floating point."""
-        scheme = self._kv.get(block)
-        if scheme is None:
-            return None
-        with safe_open(self.file(block), framework="pt") as file:
-            return KVScales(scheme, file.get_tensor("kv:key"), file.get_tensor("kv:value"))
+        return self._kv.get(block)
 
     def dense(self, name: str) -> Tensor | None:
         """The dense tensor ``name`` if a pass changed it, else None."""

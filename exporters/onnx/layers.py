@@ -46,8 +46,7 @@ class LayerWriter:
         """``value @ weight.T + bias``, as ``output`` or under the layer's name."""
         output = output or layer
         bias = self._bias(layer)
-        scheme = self._model.schemes.get(layer)
-        if scheme is not None:
+        if layer in self._model.schemes:
             return self._quantised(layer, value, output, bias)
         weight = self._writer.floats(f"{layer}.weight", self._model.weight(layer).numpy().T)
         return self._matmul(layer, [value, weight], output, bias)

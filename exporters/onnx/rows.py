@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from exporters.onnx.writer import INT32, GraphWriter
 
-_TO_THE_END = 2**63 - 1
+TO_THE_END = 2**63 - 1
 
 
 def pack_rows(writer: GraphWriter, input_ids: str, attention_mask: str) -> str:
@@ -22,7 +22,7 @@ def pack_rows(writer: GraphWriter, input_ids: str, attention_mask: str) -> str:
     columns, one = writer.constant([1]), writer.constant(1)
     length = writer.node("Shape", [input_ids], "sequence_length", start=1, end=2)
     start = writer.node("Neg", [length], "first_new_column")
-    new = writer.node("Slice", [attention_mask, start, writer.constant([_TO_THE_END]), columns], "new_mask")
+    new = writer.node("Slice", [attention_mask, start, writer.constant([TO_THE_END]), columns], "new_mask")
     for name, mask in (("token_count", attention_mask), ("new_token_count", new)):
         writer.node("ReduceSum", [mask, columns], name, keepdims=0)
     writer.node("Cast", [writer.node("Sub", ["token_count", one], "last_token")], "seqlens_k", to=INT32)

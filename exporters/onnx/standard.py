@@ -9,9 +9,8 @@ from compress.session import CompressedModel
 from exporters.onnx.attention import AttentionWriter, RotaryTables
 from exporters.onnx.layers import LayerWriter
 from exporters.onnx.layout import to_columns
+from exporters.onnx.rows import TO_THE_END
 from exporters.onnx.writer import BOOL, GraphWriter
-
-_TO_THE_END = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -109,16 +108,15 @@ class StandardAttention(AttentionWriter):
         writer, one = self._writer, self._writer.constant(1)
         length = writer.node("Shape", [input_ids], "sequence_length", start=1, end=2)
         total = writer.node("Shape", [attention_mask], "mask_shape", start=1, end=2)
-        ends = {name: writer.node("Squeeze", [value], f"{value}_scalar") for name, value in
-                (("new", length), ("all", total))}  # fmt: skip
-        first = writer.node("Sub", [ends["all"], ends["new"]], "first_new_column")
+        new_count, count = (writer.node("Squeeze", [value], f"{value}_scalar") for value in (length, total))
+        first = writer.node("Sub", [count, new_count], "first_new_column")
         seen = writer.node("CumSum", [attention_mask, one], "tokens_seen")
         before = writer.node("Max", [writer.node("Sub", [seen, one], "tokens_before"), writer.constant(0)], "positions")
         start = writer.node("Neg", [length], "minus_sequence_length")
-        bounds = [start, writer.constant([_TO_THE_END]), writer.constant([1])]
+        bounds = [start, writer.constant([TO_THE_END]), writer.constant([1])]
         writer.node("Slice", [before, *bounds], "position_ids")
-        columns = writer.node("Range", [writer.constant(0), ends["all"], one], "columns")
-        new = writer.node("Range", [first, ends["all"], one], "new_columns")
+        columns = writer.node("Range", [writer.constant(0), count, one], "columns")
+        new = writer.node("Range", [first, count, one], "new_columns")
         rows = writer.node("Unsqueeze", [new, writer.constant([1])], "new_columns_column")
         real = writer.node("Cast", [attention_mask], "real", to=BOOL)
         keys = writer.node("Unsqueeze", [real, writer.constant([1, 2])], "real_keys")
