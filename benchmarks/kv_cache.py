@@ -4,10 +4,10 @@
 
 The model is rounded (``--scheme``) and written as a GGUF file, which llama.cpp runs with each type of cache, and as
 ONNX files with a float cache and with those of the pass ``kv``. Divergence is KLD in nats over every position of the
-first ``--windows`` windows of ``--length`` tokens, from the same file with a float32 cache: the cost of the cache alone.
-Bytes are of the cache for ``--length`` tokens: llama.cpp's by its own log. Speed is of decoding behind
-``--length`` - 64 tokens, in turns, a fresh process each time. What FOLDER has is not built again; it needs room for the
-reference logits, windows x length x vocabulary x 8 bytes.
+first ``--windows`` windows of ``--length`` tokens, from the same file with a float32 cache: what the cache costs.
+Bytes are of the cache for ``--length`` tokens: llama.cpp's by its own log. Speed is of decoding the last 64 of so many
+tokens, in turns, a fresh process each time. What FOLDER has is not built again; it needs room for the reference logits:
+windows x length x vocabulary x 8 bytes.
 """
 
 from __future__ import annotations

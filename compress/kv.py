@@ -66,7 +66,7 @@ class CacheTypes:
 
     @property
     def flash(self) -> bool | None:
-        """Whether llama.cpp must attend in one step (quantised values), or must not (it makes f32 to f16); else None."""
+        """Whether flash attention is needed (quantised values) or must not be (it rounds f32 to f16); None: either."""
         if CACHE_TYPES[self.values].block > 1:
             return True
         return False if "f32" in (self.keys, self.values) else None

@@ -275,6 +275,24 @@ def test_damaged_files_are_refused(llama: Llama, tmp_path: Path) -> None:
         open_model(str(tmp_path / "none.gguf"))
 
 
+def test_a_header_with_a_wrong_byte_is_read_or_refused(llama: Llama, tmp_path: Path) -> None:
+    _, keys, words, arrays = llama
+    short = words | {"tokens": words["tokens"][:20], "token_type": words["token_type"][:20]}
+    whole = write(tmp_path / "whole.gguf", "llama", keys, short, arrays)
+    content, random = whole.read_bytes(), np.random.default_rng(0)
+    start = min(info.offset for info in read_gguf(whole).tensors.values())
+    bad, refused = tmp_path / "bad.gguf", list[str]()
+    for at, value in zip(random.integers(0, start, 400), random.integers(0, 256, 400), strict=True):
+        bad.write_bytes(content[:at] + bytes([value]) + content[at + 1 :])
+        for read in (read_gguf, read_metadata):
+            try:
+                read(bad)
+            except InputError as error:
+                refused.append(str(error))
+    assert 100 < len(refused) < 700
+    assert all(str(bad) in said for said in refused)
+
+
 def test_a_type_that_nobody_knows_is_named_with_its_tensor(llama: Llama, tmp_path: Path) -> None:
     _, keys, words, arrays = llama
     file = write(tmp_path / "odd.gguf", "llama", keys, words, arrays)

@@ -6,6 +6,7 @@ Layout: GGUF specification (ggml-org/ggml, docs/gguf.md). Numbers are decoded by
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import re
 import struct
@@ -59,7 +60,7 @@ class TensorInfo:
         from gguf.quants import dequantize
 
         columns = self.shape[-1]
-        row_bytes = self.bytes // max(1, int(np.prod(self.shape[:-1])))
+        row_bytes = self.bytes // max(1, math.prod(self.shape[:-1]))
         found = np.empty((stop - start, columns), dtype=np.float32)
         step = max(1, CHUNK_BYTES // (4 * columns))
         with self.path.open("rb") as file:
@@ -144,7 +145,9 @@ def _read_one(path: Path) -> GgufFile:
         end = cursor.position
         digest = hashlib.sha256(data[:end]).hexdigest()
         size = len(data)
-    alignment = int(metadata.get("general.alignment", _ALIGNMENT))
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise InputError(f"the header is damaged: tensors aligned to {alignment}", where=str(path), fix=_AGAIN)
     start = -(-end // alignment) * alignment
     known = {int(kind): kind for kind in GGMLQuantizationType}
     found: dict[str, TensorInfo] = {}
@@ -155,8 +158,8 @@ def _read_one(path: Path) -> GgufFile:
             problems.append(f"{name}: type {kind} is not known; known: {', '.join(sorted(READABLE))}")
             continue
         block, block_bytes = GGML_QUANT_SIZES[known[number]]
-        count = int(np.prod(shape))
-        if shape[-1] % block or name in found:
+        count = math.prod(shape)
+        if not count or shape[-1] % block or name in found:
             problems.append(f"{name}: {list(shape)} of {kind} is no tensor of whole blocks, or is there twice")
             continue
         found[name] = TensorInfo(path, shape, kind, start + offset, count // block * block_bytes)
@@ -258,7 +261,8 @@ def _metadata(cursor: _Cursor, arrays: bool) -> tuple[dict[str, Any], int]:
     found = {}
     for _ in range(keys):
         key = cursor.text()
-        value = cursor.value(*cursor.unpack("I"), arrays)
+        (kind,) = cursor.unpack("I")
+        value = cursor.value(kind, arrays)
         if value is not None:
             found[key] = value
     return found, tensors

@@ -96,7 +96,7 @@ def write_tokenizer(file: GgufFile, vocab_size: int, folder: Path) -> None:
     wrapped.chat_template = _templates(file)
     wrapped.save_pretrained(folder)
     ends = list(dict.fromkeys(ids[role] for role in ("eos", "eot", "eom") if role in ids))
-    generation = {f"{role}_token_id": ids.get(role) for role in ("bos", "pad")}
+    generation: dict[str, Any] = {f"{role}_token_id": ids.get(role) for role in ("bos", "pad")}
     generation |= {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
