@@ -42,7 +42,7 @@ def compress_blocks(session: Session, passes: Sequence[BlockPass], journal: Jour
     hidden: Activations | None = None
     with session.progress("compressing blocks", layers + 2) as advance:
         if not walk.restore(family.embedding):
-            walk.apply(_end_block(session, family.embedding, {}))
+            walk.apply(_end_block(session, family.embedding, _row_stats(session)))
         advance(1)
         if any(step.reads & {"inputs", "activations"} for step in passes) and not all(map(walk.knows, names)):
             hidden = session.decoder.room(session.tokens)
@@ -167,8 +167,18 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
 
 
 def _head_inputs(session: Session, hidden: Activations) -> dict[str, InputStats]:
-    stats, feed = InputStats(session.decoder.spec.hidden_size), TokenFeed(session.real)
+    spec = session.decoder.spec
+    stats, feed = InputStats(spec.hidden_size), TokenFeed(session.real, session.token_weights.get(spec.family.head))
     for window in session.decoder.head_inputs(hidden):
-        (rows,), _ = feed.take(window)
-        stats.update(rows)
-    return {session.decoder.spec.family.head: stats}
+        (rows,), counts = feed.take(window)
+        stats.update(rows, counts)
+    return {spec.family.head: stats}
+
+
+def _row_stats(session: Session) -> dict[str, InputStats]:
+    """What a pass over the whole model found of the embedding's rows, in the place of statistics of inputs."""
+    embedding = session.decoder.spec.family.embedding
+    if (gram := session.row_gram.get(embedding)) is None:
+        return {}
+    tokens = session.tokens.numel() if session.real is None else int(session.real.sum())
+    return {embedding: InputStats.of(gram, tokens)}
