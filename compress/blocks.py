@@ -43,7 +43,7 @@ def compress_blocks(session: Session, passes: Sequence[BlockPass], journal: Jour
     hidden: Activations | None = None
     with session.progress("compressing blocks", layers + 2) as advance:
         if not walk.restore(family.embedding):
-            walk.apply(_end_block(session, family.embedding, {}))
+            walk.apply(_end_block(session, family.embedding, _row_stats(session)))
         advance(1)
         if any(step.reads & {"inputs", "activations"} for step in passes) and not all(map(walk.knows, names)):
             hidden = session.decoder.room(session.tokens)
@@ -57,7 +57,7 @@ def compress_blocks(session: Session, passes: Sequence[BlockPass], journal: Jour
                     session.decoder.run_block_into(index, module, hidden, hidden)
             advance(1)
         if family.head in names and not walk.restore(family.head):
-            inputs = {} if hidden is None else head_inputs(session.decoder, hidden, session.real)
+            inputs = {} if hidden is None else head_inputs(session.decoder, hidden, session.real, session.token_weights)
             walk.apply(_end_block(session, family.head, inputs))
         if hidden is not None:
             hidden.close()
@@ -177,10 +177,22 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
     return found
 
 
-def head_inputs(decoder: Decoder, hidden: Activations, real: Tensor | None) -> dict[str, InputStats]:
-    """Statistics of what the head is fed; ``hidden`` has left the last block."""
-    stats, feed = InputStats(decoder.spec.hidden_size), TokenFeed(real)
+def head_inputs(
+    decoder: Decoder, hidden: Activations, real: Tensor | None, counts: Mapping[str, Tensor]
+) -> dict[str, InputStats]:
+    """Statistics of what the head is fed; ``hidden`` has left the last block. Arguments as for :func:`collected`."""
+    spec = decoder.spec
+    stats, feed = InputStats(spec.hidden_size), TokenFeed(real, counts.get(spec.family.head))
     for window in decoder.head_inputs(hidden):
-        (rows,), _ = feed.take(window)
-        stats.update(rows)
-    return {decoder.spec.family.head: stats}
+        (rows,), weights = feed.take(window)
+        stats.update(rows, weights)
+    return {spec.family.head: stats}
+
+
+def _row_stats(session: Session) -> dict[str, InputStats]:
+    """What a pass over the whole model found of the embedding's rows, in the place of statistics of inputs."""
+    embedding = session.decoder.spec.family.embedding
+    if (gram := session.row_gram.get(embedding)) is None:
+        return {}
+    tokens = session.tokens.numel() if session.real is None else int(session.real.sum())
+    return {embedding: InputStats.of(gram, tokens)}

@@ -99,6 +99,6 @@ def _statistics(
             yield from found.items()
             advance(1)
         if not spec.tied:
-            yield from head_inputs(decoder, hidden, real).items()
+            yield from head_inputs(decoder, hidden, real, {}).items()
         hidden.close()
         advance(1)
