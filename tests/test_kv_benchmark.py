@@ -16,7 +16,7 @@ from tests.support import tiny_llama
 def test_every_cache_is_scored_against_the_float_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tiny_llama(tmp_path / "model", head_dim=32)
+    model = tiny_llama(tmp_path / "model", head_dim=32, max_position_embeddings=1024)
     for number, name in enumerate(("calibration", "evaluation")):
         (tmp_path / name).write_text(sentences(number, 3000), encoding="utf-8")
     monkeypatch.setattr(kv_cache, "CACHES", (kv_cache.FLOAT, *(CacheTypes(k, k) for k in ("f16", "q8_0", "q4_0"))))

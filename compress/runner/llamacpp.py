@@ -128,8 +128,8 @@ class LlamaCppRuntime:
         settings.n_batch = settings.n_ubatch = min(PREFILL_BATCH, context)
         settings.n_threads = settings.n_threads_batch = threads
         settings.type_k, settings.type_v = (CACHE_TYPES[kind].number for kind in (self._cache.keys, self._cache.values))
-        flash = {True: library.LLAMA_FLASH_ATTN_TYPE_ENABLED, False: library.LLAMA_FLASH_ATTN_TYPE_DISABLED}
-        settings.flash_attn_type = flash.get(self._cache.flash, library.LLAMA_FLASH_ATTN_TYPE_AUTO)
+        flash = {None: "AUTO", True: "ENABLED", False: "DISABLED"}[self._cache.flash]
+        settings.flash_attn_type = getattr(library, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
         # Blocks with a window get a cache of its size, as in llama.cpp's own programs.
         settings.swa_full = False
         log.cache_mib.clear()

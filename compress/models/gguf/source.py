@@ -119,7 +119,8 @@ def open_gguf(path: Path, cache: Path) -> Checkpoint:
 
 def _views(file: GgufFile, family: Family, arch: Arch, config: Mapping[str, Any]) -> dict[str, View]:
     """Every tensor of the checkpoint; InputError lists tensors of the file that the family has not."""
-    views, used = {}, set(KNOWN_ASIDE)
+    views: dict[str, View] = {}
+    used = set(KNOWN_ASIDE)
     rows = {family.linears.get("q"): "num_attention_heads", family.linears.get("k"): "num_key_value_heads"}
     norms = (*family.norms.values(), *family.head_norms.values(), family.final_norm)
     for module, stored in names_of(family, file.text("general.architecture"), config["num_hidden_layers"]).items():
