@@ -23,9 +23,12 @@ from compress.protocols import StoredTensor
 from compress.recipe import Evaluate, Measure
 from compress.report import Performance, Quality
 from compress.runner import measure as runner_measure
+from compress.runner import providers as runner_providers
 from compress.runner import quality as runner_quality
 from compress.runner.artifact import find_artifact, weight_files
 from compress.runner.process import PerformanceSettings
+from compress.runner.providers import Provider
+from compress.runner.streaming import Stream, stream
 from compress.runner.threads import resolve_threads
 from compress.session import Progress, no_progress
 from compress.texts import token_windows
@@ -84,14 +87,34 @@ def inspect(path: Path, format: str | None = None) -> Inspection:
     raise InputError(f"no exporter knows the format {artifact.format}", where=str(path))
 
 
+def providers(path: Path, format: str | None = None) -> tuple[Provider, ...]:
+    """What each execution provider of ONNX Runtime would do with the nodes of the ONNX artifact at ``path``.
+
+    InputError for an artifact of another format.
+    """
+    artifact = find_artifact(path, format)
+    if artifact.format != "onnx":
+        raise InputError(
+            f"execution providers are ONNX Runtime's, and this is {artifact.format}",
+            where=str(artifact.path / artifact.entry),
+            fix="give an .onnx file",
+        )
+    return runner_providers.providers(artifact.path / artifact.entry)
+
+
 def bench(path: Path, settings: Measure, progress: Progress = no_progress) -> Performance:
     """Measure speed and memory of the artifact at ``path`` in a fresh process."""
-    wanted = PerformanceSettings(settings.prompt_tokens, settings.generate_tokens, settings.repeats)
+    bound = stream(settings.window, settings.sinks)
+    wanted = PerformanceSettings(settings.prompt_tokens, settings.generate_tokens, settings.repeats, stream=bound)
     return runner_measure.bench(find_artifact(path), wanted, resolve_threads(settings.threads), progress)
 
 
-def evaluate(path: Path, reference: str, settings: Evaluate, progress: Progress = no_progress) -> Quality:
+def evaluate(
+    path: Path, reference: str, settings: Evaluate, bound: Stream | None = None, progress: Progress = no_progress
+) -> Quality:
     """Compare the artifact at ``path`` with the model ``reference`` on the windows that ``settings`` ask for.
+
+    ``bound``: how much of its cache the artifact keeps; the model keeps all of its own.
 
     InputError if they do not have the same vocabulary: one was not made from the other.
     """
@@ -105,7 +128,7 @@ def evaluate(path: Path, reference: str, settings: Evaluate, progress: Progress 
         np.save(tokens, windows.tokens.numpy())
         write_logits(Decoder(checkpoint), windows.tokens, logits, "reference logits", progress)
         found = runner_quality.evaluate(
-            artifact, tokens, threads=resolve_threads("auto"), reference=logits, progress=progress
+            artifact, tokens, threads=resolve_threads("auto"), reference=logits, stream=bound, progress=progress
         )
     assert found.quality is not None
     return found.quality

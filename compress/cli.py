@@ -62,6 +62,8 @@ def _recipe_options(command: Command) -> Command:
 _SET_HELP = "Change one value of the recipe, as in passes.gptq.damping=0.1; may be repeated."
 _ARTIFACT = click.argument("artifact", type=click.Path(path_type=Path))
 _FORMAT = click.option("--format", "format_", help="Which artifact, where a folder holds more than one.")
+_WINDOW = click.option("--window", type=int, help="Tokens that the cache keeps beside the first ones; else all.")
+_SINKS = click.option("--sinks", type=int, default=4, show_default=True, help="First tokens kept, with --window.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -117,11 +119,19 @@ def plan(*, recipe: str, model: str | None, overrides: Sequence[str], as_json: b
 @cli.command()
 @_ARTIFACT
 @_FORMAT
+@click.option("--providers", is_flag=True, help="Of an .onnx file: what each execution provider would run.")
 @_JSON
-def inspect(*, artifact: Path, format_: str | None, as_json: bool) -> None:
+def inspect(*, artifact: Path, format_: str | None, providers: bool, as_json: bool) -> None:
     """List the tensors of ARTIFACT: a .onnx, .gguf or .safetensors file, or a folder that holds one."""
     from compress import artifacts, terminal
 
+    if providers:
+        rows = artifacts.providers(artifact, format_)
+        if as_json:
+            _print_json([dataclasses.asdict(row) for row in rows])
+        else:
+            terminal.show_providers(rows)
+        return
     found = artifacts.inspect(artifact, format_)
     if as_json:
         _print_json(found.to_dict())
@@ -136,6 +146,8 @@ def inspect(*, artifact: Path, format_: str | None, as_json: bool) -> None:
 @click.option("--generate-tokens", type=int, default=64, show_default=True)
 @click.option("--threads", default="auto", show_default=True, help="A number, or auto: the CPUs available here.")
 @click.option("--repeats", type=int, default=3, show_default=True)
+@_WINDOW
+@_SINKS
 @_JSON
 def bench(
     *,
@@ -145,13 +157,15 @@ def bench(
     generate_tokens: int,
     threads: str,
     repeats: int,
+    window: int | None,
+    sinks: int,
     as_json: bool,
 ) -> None:
     """Measure speed and memory of ARTIFACT in a fresh process."""
     from compress.recipe import Measure
 
     with _option_errors():
-        measure = Measure(prompt_tokens, generate_tokens, _threads(threads), repeats)
+        measure = Measure(prompt_tokens, generate_tokens, _threads(threads), repeats, window, sinks)
     entry = _entry(artifact, format_)
     from compress import artifacts, terminal
 
@@ -175,6 +189,8 @@ def bench(
 @click.option("--encoding", default="utf-8", show_default=True, help="text, jsonl: of the file.")
 @click.option("--windows", type=int, default=16, show_default=True)
 @click.option("--sequence-length", type=int, default=512, show_default=True)
+@_WINDOW
+@_SINKS
 @_JSON
 def evaluate(
     *,
@@ -190,10 +206,13 @@ def evaluate(
     encoding: str,
     windows: int,
     sequence_length: int,
+    window: int | None,
+    sinks: int,
     as_json: bool,
 ) -> None:
     """Compare the output of ARTIFACT with the model it was made from, on held-out text."""
     from compress.recipe import Evaluate
+    from compress.runner.streaming import stream
 
     _load_torch()
     with _option_errors():
@@ -208,10 +227,11 @@ def evaluate(
             windows=windows,
             sequence_length=sequence_length,
         )
+        bound = stream(window, sinks)
     entry = _entry(artifact, format_)
     from compress import artifacts, terminal
 
-    quality = artifacts.evaluate(entry, reference, settings)
+    quality = artifacts.evaluate(entry, reference, settings, bound)
     if as_json:
         _print_json(dataclasses.asdict(quality))
     else:
@@ -229,6 +249,8 @@ def evaluate(
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
+@_WINDOW
+@_SINKS
 def chat(
     *,
     artifact: Path,
@@ -241,14 +263,20 @@ def chat(
     temperature: float,
     top_p: float,
     seed: int,
+    window: int | None,
+    sinks: int,
 ) -> None:
     """Talk with ARTIFACT in the runtime that the device will use; end with Ctrl-D."""
     from compress.runner.chat import ChatSession, Sampling
+    from compress.runner.streaming import stream
     from compress.runner.threads import resolve_threads
 
+    with _option_errors():
+        bound = stream(window, sinks)
     sampling = Sampling(temperature, top_p, seed)
     messages = [{"role": "system", "content": system}] if system else []
-    with ChatSession(artifact, resolve_threads(_threads(threads)), raw=raw, format=format_) as session:
+    session_threads = resolve_threads(_threads(threads))
+    with ChatSession(artifact, session_threads, raw=raw, format=format_, stream=bound) as session:
         for text in _messages(prompt):
             messages.append({"role": "user", "content": text})
             answer = []

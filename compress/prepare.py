@@ -22,6 +22,7 @@ from compress.protocols import SCOPES, Resource
 from compress.recipe import Recipe, Step
 from compress.report import PassRecord
 from compress.runner.observe import LIBRARIES
+from compress.runner.streaming import Streaming
 from compress.runner.threads import resolve_threads
 from compress.scheme import INT8_G32, QuantScheme
 from compress.session import CompressedModel, Progress, Session, no_progress
@@ -156,6 +157,14 @@ def _missing_runtimes(recipe: Recipe) -> Iterator[str]:
             yield f"{step.name}: no runtime is known for the format {format_}, and each artifact is run"
         elif (library := LIBRARIES.get(format_)) is not None and importlib.util.find_spec(library) is None:
             yield f"{step.name}: {library}, which runs the artifact, is not installed: install it as the README says"
+        elif recipe.measure is not None and recipe.measure.window is not None:
+            yield from _no_window(step.name, format_)
+
+
+def _no_window(name: str, format_: str) -> Iterator[str]:
+    """An artifact whose runtime keeps all of its cache."""
+    if not issubclass(registry.load("runtimes", format_), Streaming):
+        yield f"{name}: measure.window: this format's runtime has no window over its cache; leave it out"
 
 
 def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
@@ -163,7 +172,7 @@ def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
     lengths = {"calibration.sequence_length": recipe.calibration.sequence_length}
     if recipe.evaluate is not None:
         lengths["evaluate.sequence_length"] = recipe.evaluate.sequence_length
-    if (measure := recipe.measure) is not None:
+    if (measure := recipe.measure) is not None and measure.window is None:
         lengths["measure.prompt_tokens + generate_tokens"] = measure.prompt_tokens + measure.generate_tokens
     for name, length in lengths.items():
         if length > spec.max_positions:

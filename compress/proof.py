@@ -16,6 +16,7 @@ from compress.prepare import PARITY_WINDOWS, Prepared
 from compress.protocols import Artifact, Exporter
 from compress.report import ArtifactRecord, Parity
 from compress.runner.process import Job, PerformanceSettings, QualitySettings, run_job
+from compress.runner.streaming import stream
 from compress.session import CompressedModel, Progress
 from compress.workspace import folder_bytes
 
@@ -143,6 +144,7 @@ def _job(prepared: Prepared, exporter: Exporter, artifact: Artifact, evidence: E
             wanted.repeats,
             str(evidence.tokens),
             _weight_bytes_per_token(prepared, exporter, artifact),
+            stream(wanted.window, wanted.sinks),
         )
     reference = None if evidence.reference is None else str(evidence.reference)
     quality = QualitySettings(str(evidence.tokens), reference, str(evidence.parity))

@@ -124,9 +124,13 @@ class Measure:
     threads: int | Literal["auto"] = "auto"
     """auto: the CPUs that this process may use."""
     repeats: int = 3
+    window: int | None = None
+    """Tokens that the cache keeps beside ``sinks`` first ones; None: all."""
+    sinks: int = 4
 
     def __post_init__(self) -> None:
-        lines = _below(self, prompt_tokens=1, generate_tokens=1, repeats=1)
+        lines = _below(self, prompt_tokens=1, generate_tokens=1, repeats=1, sinks=0)
+        lines += [] if self.window is None else _below(self, window=1)
         _refuse(lines if self.threads == "auto" else lines + _below(self, threads=1))
 
 

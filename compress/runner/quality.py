@@ -20,6 +20,7 @@ from compress.errors import CompressError, InputError
 from compress.protocols import Artifact, Runtime
 from compress.report import Quality
 from compress.runner.process import Job, JobResult, QualitySettings, run_job
+from compress.runner.streaming import Stream
 from compress.session import Progress, no_progress
 
 F32 = NDArray[np.float32]
@@ -67,6 +68,7 @@ def evaluate(
     threads: int,
     reference: Path | None = None,
     parity: Path | None = None,
+    stream: Stream | None = None,
     progress: Progress = no_progress,
 ) -> JobResult:
     """Compare an artifact in a fresh process. See :class:`~compress.runner.process.QualitySettings` for the files."""
@@ -74,6 +76,7 @@ def evaluate(
         tokens=str(tokens.absolute()),
         reference=None if reference is None else str(reference.absolute()),
         parity=None if parity is None else str(parity.absolute()),
+        stream=stream,
     )
     return run_job(Job(artifact.format, str(artifact.path / artifact.entry), threads, quality=files), progress)
 

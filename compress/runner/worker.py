@@ -16,6 +16,7 @@ from compress import registry
 from compress.errors import CompressError
 from compress.protocols import Runtime
 from compress.runner.process import Job, JobResult
+from compress.runner.streaming import bounded
 from compress.session import Advance
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def do(job: Job, channel: Channel) -> JobResult:
     if job.quality is None:
         return JobResult(dict(described), performance)
     files = quality.open_files(job.quality)
-    scored, described = _score(kind(), files, job, channel)
+    scored, described = _score(bounded(kind(), job.quality.stream, job.entry), files, job, channel)
     exact, exact_kld, exact_tokens = kind.exact(), None, 0
     if exact is not None and files.parity is not None:
         # One window: without integer kernels this is many times slower.

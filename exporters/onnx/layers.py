@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,18 @@ from exporters.onnx.writer import FLOAT16, MICROSOFT, GraphWriter
 
 _QUANT_TYPES = {"nf4": 1}
 """Codebook -> ``quant_type`` of MatMulBnb4."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """``accuracy_level`` of each layer's node: ``usual``, but for the layers in ``excepted``."""
+
+    usual: int
+    excepted: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, layer: str) -> int:
+        """The level of ``layer``."""
+        return self.excepted.get(layer, self.usual)
 
 
 @dataclass(frozen=True)
@@ -35,11 +47,11 @@ class _Stored:
 class LayerWriter:
     """Adds layers of ``model`` to a graph. A node carries the layer's name, which is how the reader finds it."""
 
-    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, accuracy_level: int) -> None:
+    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, levels: Levels) -> None:
         self._model = model
         self._spec = spec
         self._writer = writer
-        self._accuracy_level = accuracy_level
+        self._levels = levels
         self._embeddings: dict[str, _Stored] = {}
 
     def linear(self, layer: str, value: str, output: str | None = None) -> str:
@@ -168,7 +180,7 @@ class LayerWriter:
             N=stored.rows,
             bits=stored.bits,
             block_size=stored.block,
-            accuracy_level=self._accuracy_level,
+            accuracy_level=self._levels.of(layer),
         )
 
     def _in_blocks(self, stored: _Stored, layer: str) -> str:
