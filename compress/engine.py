@@ -190,7 +190,8 @@ def plan(
     layers = []
     for layer, shape in prepared.shapes.items():
         scheme = session.plan.get(layer)
-        bytes_ = prepared.stored_bits(scheme, shape) // 8
+        beside = 0 if scheme is None else session.residual_bits(layer)
+        bytes_ = (prepared.stored_bits(scheme, shape) + beside) // 8
         by = owner.get(layer, "default" if layer in prepared.pinned else "passes")
         layers.append(
             {"layer": layer, "shape": list(shape), "scheme": str(scheme or FLOAT), "set_by": by, "bytes": bytes_}

@@ -42,9 +42,14 @@ class Eviction:
     kept: int
 
     def __post_init__(self) -> None:
-        least = {"h2o": 2, "snapkv": 1, "streaming": SINKS + 1}[self.method]
+        least = {"h2o": 2, "snapkv": 2, "streaming": SINKS + 1}[self.method]
         if self.prompt < 1 or self.kept < least:
             raise ValueError(f"{self.method} needs a prompt and at least {least} kept tokens, not {self.kept}")
+
+    @property
+    def observed(self) -> int:
+        """Last tokens of the prompt that vote in ``snapkv``; no more than half of what is kept, since they stay."""
+        return min(OBSERVED, self.kept // 2, self.prompt)
 
 
 @contextmanager
@@ -97,7 +102,7 @@ def attend(
         given = weights(first, last)
         out[..., first:last, :] = given @ value[:, :, None, :last]
         # Only the last tokens of the prompt vote in snapkv.
-        voting = max(0, prompt - OBSERVED - first) if eviction.method == "snapkv" else 0
+        voting = max(0, prompt - eviction.observed - first) if eviction.method == "snapkv" else 0
         votes[..., :last] += given[:, :, :, voting:].sum((2, 3))
     seen = torch.zeros(batch, groups, length, dtype=torch.bool)
     price = _PRICES[eviction.method](votes[..., :prompt], eviction)
@@ -121,9 +126,8 @@ def _heavy(votes: Tensor, eviction: Eviction) -> Tensor:
 
 
 def _observed(votes: Tensor, eviction: Eviction) -> Tensor:
-    observed = min(OBSERVED, eviction.kept, votes.shape[-1])
     price = torch.full_like(votes, torch.inf)
-    before = votes[..., : votes.shape[-1] - observed]
+    before = votes[..., : votes.shape[-1] - eviction.observed]
     if before.shape[-1]:
         price[..., : before.shape[-1]] = avg_pool1d(before, POOLED, stride=1, padding=POOLED // 2)
     return price

@@ -100,6 +100,7 @@ class Prepared:
         session = Session(
             decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real, self.stored_bits
         )
+        session.residual_rank = max((step.value.rank for step in self.passes if writes_residual(step)), default=0)
         complaints = [text for step in self.passes for text in step.value.check(session)]
         if complaints:
             raise InputError("\n".join(complaints))
@@ -128,6 +129,11 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     for step in recipe.export:
         found = [text for plan in plans for text in step.value.check(spec, plan, shapes, session.kv)]
         unfit += [f"{step.name}: {text}" for text in dict.fromkeys(found)]
+        if session.residual_rank and not getattr(step.value, "holds_residual", False):
+            unfit.append(
+                f"{step.name}: the file has no place for a low-rank product beside a layer: an adapter file would have "
+                "to go with it; leave that pass out, or this exporter"
+            )
         told = [text for plan in plans for text in step.value.remarks(spec, plan)]
         told += step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)
         remarks += [f"{step.name}: {text}" for text in dict.fromkeys(told)]
@@ -135,6 +141,11 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
         fix = "choose another scheme or exporter, or leave such layers in floating point with ignore: [...]"
         raise InputError("\n".join(complaints + unfit), fix=fix if unfit else "")
     return prepared, session, remarks
+
+
+def writes_residual(step: Step) -> bool:
+    """Whether the pass puts a low-rank product, of its ``rank``, beside quantised layers."""
+    return "residual" in step.value.writes
 
 
 def rewrite(checkpoint: Checkpoint, steps: Sequence[Step]) -> tuple[Checkpoint, tuple[PassRecord, ...]]:
@@ -213,7 +224,7 @@ def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 def _wanted(steps: Sequence[Step], writer: Step) -> frozenset[Resource]:
     """What some other pass reads, or every run needs."""
-    every: frozenset[Resource] = frozenset({"quantized", "kv"})
+    every: frozenset[Resource] = frozenset({"quantized", "residual", "kv"})
     return every.union(*(step.value.reads for step in steps if step is not writer))
 
 

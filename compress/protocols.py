@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from compress.report import LayerRecord, PassRecord
     from compress.session import Block, CompressedModel, Session
 
-Resource = Literal["weights", "inputs", "activations", "plan", "quantized", "kv"]
-"""What passes hand on: weights, statistics of layer inputs, what enters a block, plans, quantised layers, the scales of
-a key/value cache."""
+Resource = Literal["weights", "inputs", "activations", "plan", "quantized", "residual", "kv"]
+"""What passes hand on: weights, statistics of layer inputs, what enters a block, plans, quantised layers, what lies
+beside them, the scales of a key/value cache."""
 
 
 class Planner(Protocol):

@@ -26,6 +26,7 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "guided": "compress.passes.guided:Guided",
             "autoround": "compress.passes.autoround:Autoround",
             "kv": "compress.passes.kv:Kv",
+            "lowrank": "compress.passes.lowrank:Lowrank",
         },
         "exporters": {
             "onnx": "exporters.onnx:OnnxExporter",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from compress.kv import KVScales, KVScheme
     from compress.models.decoder import Decoder
     from compress.store import Store
-    from compress.tensor import QuantizedTensor
+    from compress.tensor import LowRank, QuantizedTensor
 
 StoredBits = Callable[[QuantScheme | None, tuple[int, int]], int]
 """(scheme or None for floating point, shape of a weight) -> bits that a file holds for it."""
@@ -87,6 +87,17 @@ class Session:
     """float32 [samples, sequence_length]: what each token counts in the statistics of an input. Names are those of the
     first of the layers that read it, or of the module with a block's experts; without an entry all count the same."""
 
+    residual_rank: int = 0
+    """Rank of what a pass will put beside each quantised linear layer of a block; 0: nothing."""
+
+    def residual_bits(self, layer: str) -> int:
+        """Bits that a file will hold beside ``layer`` if it is quantised."""
+        if not self.residual_rank or layer in self.decoder.spec.ends:
+            return 0
+        from compress.tensor import lowrank_bits
+
+        return lowrank_bits(self.shapes[layer], self.residual_rank)
+
     def free_layers(self) -> Sequence[str]:
         """The layers whose scheme the passes may choose, in model order."""
         return [name for name in self.shapes if name not in self.pinned]
@@ -121,6 +132,10 @@ class CompressedModel:
     def quantized(self, layer: str) -> QuantizedTensor:
         """Codes and scales of a quantised layer (``model.layers.0.mlp.up_proj``)."""
         return self._store.quantized(layer)
+
+    def residual(self, layer: str) -> LowRank | None:
+        """What lies beside a quantised layer; None where nothing does, and for a layer in floating point."""
+        return self._store.residual(layer) if layer in self.schemes else None
 
     def dense(self, tensor: str) -> Tensor:
         """A tensor by its checkpoint name (``model.norm.weight``), in the checkpoint's dtype; KeyError if none."""

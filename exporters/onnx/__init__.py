@@ -57,6 +57,8 @@ class OnnxExporter:
     float_activations: tuple[str, ...] = ()
 
     format: ClassVar[str] = "onnx"
+    holds_residual: ClassVar[bool] = True
+    """Whether a low-rank product can lie beside a layer."""
     reader: ClassVar[str] = f"onnx {version('onnx')}"
 
     def __post_init__(self) -> None:

@@ -62,17 +62,16 @@ def test_with_room_for_everything_nothing_changes(variant: str, tmp_path: Path) 
 
 def test_what_is_attended_to_is_kept_where_it_is_not_recent() -> None:
     query, key, value = drawn(64, heads=2, groups=1)
-    key[:, :, 20] = 4 * query.mean((1, 2))[:, None]
-    query = query + 2 * query.mean((1, 2), keepdim=True)
+    query[..., 0], key[:, :, 20, 0] = 3, 3
     value.zero_()
     value[:, :, 20] = 1
     kept = {method: attend(query, key, value, Eviction(method, 60, 8))[:, :, 60:].mean() for method in METHODS}
     assert kept["streaming"] == 0
-    assert min(kept["h2o"], kept["snapkv"]) > 0.01
+    assert min(kept["h2o"], kept["snapkv"]) > 0.1
 
 
 def test_too_few_tokens_are_refused() -> None:
-    for method, least in (("h2o", 2), ("snapkv", 1), ("streaming", SINKS + 1)):
+    for method, least in (("h2o", 2), ("snapkv", 2), ("streaming", SINKS + 1)):
         with pytest.raises(ValueError, match=f"at least {least} kept tokens"):
             Eviction(method, 8, least - 1)
     with pytest.raises(ValueError, match="needs a prompt"):

@@ -11,6 +11,7 @@ from compress.eviction import OBSERVED, POOLED, SINKS
 def attend(query: Tensor, key: Tensor, value: Tensor, method: str, prompt: int, kept: int) -> Tensor:
     """Attention [heads, length, size] of one key/value head: ``query`` [heads, length, size], scaled."""
     cache: list[int] = []
+    observed = min(OBSERVED, kept // 2, prompt)
     sums: dict[int, float] = {}
     rows = []
     for token in range(query.shape[1]):
@@ -21,20 +22,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, method: str, prompt: int, 
             scores = torch.stack([query[head, token] @ key[other] for other in cache])
             share = torch.softmax(scores, 0)
             mixed.append(sum(part * value[other] for part, other in zip(share, cache, strict=True)))
-            if method != "snapkv" or prompt - OBSERVED <= token < prompt:
+            if method != "snapkv" or prompt - observed <= token < prompt:
                 for part, other in zip(share.tolist(), cache, strict=True):
                     sums[other] += part
         rows.append(torch.stack([torch.as_tensor(row) for row in mixed]))
         if token == prompt - 1:
-            cache = _after_prompt(method, cache, sums, kept)
+            cache = _after_prompt(method, cache, sums, kept, observed)
         elif token >= prompt and method != "snapkv" and len(cache) > kept:
             cache.remove(_least(method, cache, sums, kept))
     return torch.stack(rows, 1)
 
 
-def _after_prompt(method: str, cache: list[int], sums: dict[int, float], kept: int) -> list[int]:
+def _after_prompt(method: str, cache: list[int], sums: dict[int, float], kept: int, observed: int) -> list[int]:
     if method == "snapkv":
-        observed = min(OBSERVED, kept, len(cache))
         before, last = cache[: len(cache) - observed], cache[len(cache) - observed :]
         # Each with its neighbours; beyond the ends there is nothing.
         near = POOLED // 2
