@@ -14,6 +14,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,11 @@ def role(layer: str) -> str:
     return layer.rpartition(".")[2]
 
 
+def has_role(name: str, layer: str) -> bool:
+    """Whether ``layer`` is one of that role."""
+    return role(layer) == name
+
+
 def main() -> None:
     """Read the arguments, print a row for each role or layer as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,7 +99,7 @@ def main() -> None:
     if options.each:
         parts |= {layer: layer.__eq__ for layer in bed.weights if role(layer) == options.each}
     else:
-        parts |= {name: lambda layer, name=name: role(layer) == name for name in map(role, bed.weights)}
+        parts |= {name: partial(has_role, name) for name in map(role, bed.weights)}
     total = sum(bed.weights.values())
     for name, picks in parts.items():
         share = sum(count for layer, count in bed.weights.items() if picks(layer)) / total

@@ -63,7 +63,7 @@ def run(
         session = prepared.session(work.state, calibration.tokens, progress, calibration.real, work.scratch)
         passes = run_passes(prepared, session, work.journal, clock)
         require_plan(session)
-        model = prepared.compressed(session.store)
+        model = prepared.compressed(session.store, session.float_activations)
         with clock("reference logits"):
             evidence = gather_evidence(prepared, model, evaluation.tokens, work.scratch, progress)
         artifacts = [export(prepared, model, step.value, folder, evidence, clock, progress) for step in recipe.export]

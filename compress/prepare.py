@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,12 +71,20 @@ class Prepared:
         bits: int = max(step.value.stored_bits(scheme, shape) for step in self.recipe.export)
         return bits
 
-    def compressed(self, store: Store) -> CompressedModel:
-        """The model as far as ``store`` has it."""
+    def compressed(self, store: Store, float_activations: Iterable[str] = ()) -> CompressedModel:
+        """The model as far as ``store`` has it; ``float_activations`` as :class:`CompressedModel` has them."""
         source, tied = self.checkpoint, self.spec.tied
         names = tuple(source.files)
         return CompressedModel(
-            source.config, source.folder, source.name, tied, self.shapes, store, source.tensor, names
+            source.config,
+            source.folder,
+            source.name,
+            tied,
+            self.shapes,
+            store,
+            source.tensor,
+            names,
+            frozenset(float_activations),
         )
 
     def session(
@@ -133,6 +141,10 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
             unfit.append(
                 f"{step.name}: the file has no place for a low-rank product beside a layer: an adapter file would have "
                 "to go with it; leave that pass out, or this exporter"
+            )
+        if any("levels" in other.value.writes for other in steps) and not getattr(step.value, "has_levels", False):
+            remarks.append(
+                f"{step.name}: its runtime decides itself where activations are rounded: no pass changes that"
             )
         told = [text for plan in plans for text in step.value.remarks(spec, plan)]
         told += step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)
@@ -224,7 +236,7 @@ def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 def _wanted(steps: Sequence[Step], writer: Step) -> frozenset[Resource]:
     """What some other pass reads, or every run needs."""
-    every: frozenset[Resource] = frozenset({"quantized", "residual", "kv"})
+    every: frozenset[Resource] = frozenset({"quantized", "residual", "kv", "levels"})
     return every.union(*(step.value.reads for step in steps if step is not writer))
 
 

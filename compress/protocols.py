@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from compress.report import LayerRecord, PassRecord
     from compress.session import Block, CompressedModel, Session
 
-Resource = Literal["weights", "inputs", "activations", "plan", "quantized", "residual", "kv"]
+Resource = Literal["weights", "inputs", "activations", "plan", "quantized", "residual", "kv", "levels"]
 """What passes hand on: weights, statistics of layer inputs, what enters a block, plans, quantised layers, what lies
-beside them, the scales of a key/value cache."""
+beside them, the scales of a key/value cache, layers whose activations are not rounded."""
 
 
 class Planner(Protocol):

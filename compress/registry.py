@@ -27,6 +27,7 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "autoround": "compress.passes.autoround:Autoround",
             "kv": "compress.passes.kv:Kv",
             "lowrank": "compress.passes.lowrank:Lowrank",
+            "activations": "compress.passes.activations:Activations",
         },
         "exporters": {
             "onnx": "exporters.onnx:OnnxExporter",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.scheme import QuantScheme, compact_bits
+from compress.scheme import QuantScheme, compact_bits, lowrank_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,6 +87,8 @@ class Session:
     """float32 [samples, sequence_length]: what each token counts in the statistics of an input. Names are those of the
     first of the layers that read it, or of the module with a block's experts; without an entry all count the same."""
 
+    float_activations: dict[str, Tensor] = field(default_factory=dict)
+    """Layers whose inputs an artifact should not round -> what rounding them would cost (KLD, nats a token)."""
     residual_rank: int = 0
     """Rank of what a pass will put beside each quantised linear layer of a block; 0: nothing."""
 
@@ -94,8 +96,6 @@ class Session:
         """Bits that a file will hold beside ``layer`` if it is quantised."""
         if not self.residual_rank or layer in self.decoder.spec.ends:
             return 0
-        from compress.tensor import lowrank_bits
-
         return lowrank_bits(self.shapes[layer], self.residual_rank)
 
     def free_layers(self) -> Sequence[str]:
@@ -123,6 +123,8 @@ class CompressedModel:
     _store: Store
     _dense: Callable[[str], Tensor]
     _dense_names: Sequence[str]
+    float_activations: frozenset[str] = frozenset()
+    """Layers whose inputs an artifact should not round, where its format has a say."""
 
     @property
     def schemes(self) -> Mapping[str, QuantScheme]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.codebook import code_values
-from compress.scheme import SCALE_BITS, QuantScheme
+from compress.scheme import QuantScheme, lowrank_bits
 
 
 def expand_groups(per_group: Tensor, scheme: QuantScheme, columns: int) -> Tensor:
@@ -47,11 +47,6 @@ class LowRank:
     def bits(self) -> int:
         """Bits that both take in a file."""
         return lowrank_bits((self.u.shape[0], self.v.shape[1]), self.rank)
-
-
-def lowrank_bits(shape: tuple[int, int], rank: int) -> int:
-    """Bits of two fp16 matrices of ``rank`` beside a weight ``shape``."""
-    return SCALE_BITS * rank * sum(shape)
 
 
 @dataclass(frozen=True)

@@ -64,13 +64,13 @@ class Lowrank:
                 continue
             before = output_error(weight, chosen.dequantize(), stats.gram)
             found = replace(chosen, residual=side_path(weight - chosen.base(), stats.gram, self.rank))
-            after, reason = output_error(weight, found.dequantize(), stats.gram), None
+            after, kept = output_error(weight, found.dequantize(), stats.gram), None
             if after < before and found.residual is not None:
                 block.quantized[layer], bits = found, bits + found.residual.bits
             else:
-                reason, after = f"no low-rank product: its error {after:.3g} was not below {before:.3g}", before
+                kept, after = f"no low-rank product: its error {after:.3g} was not below {before:.3g}", before
             scheme = str(chosen.scheme)
-            records.append(LayerRecord(layer, scheme, bits // 8, stats.tokens, None, after, before, reason))
+            records.append(LayerRecord(layer, scheme, bits // 8, stats.tokens, None, after, before, kept))
         return records
 
 

@@ -77,6 +77,11 @@ class OnnxExporter:
             raise ValueError(f"float_activations: {DIALECT_REMARKS[STANDARD][0]}")
 
     @property
+    def has_levels(self) -> bool:
+        """Whether the file says, layer by layer, if activations are rounded."""
+        return self.dialect != STANDARD
+
+    @property
     def parity_kld(self) -> float:
         """Run without 8-bit activations: in f32 only the order of summation differs, f16 rounds every result."""
         return PARITY_KLD[self.float_type]
@@ -117,7 +122,7 @@ class OnnxExporter:
         from exporters.onnx.layers import Levels
 
         spec = describe(model.config, model.folder)
-        excepted = dict.fromkeys(self._excepted(spec), FP32_ACTIVATIONS)
+        excepted = dict.fromkeys((*self._excepted(spec), *model.float_activations), FP32_ACTIVATIONS)
         levels = Levels(self.accuracy_level, excepted)
         write_decoder(model, spec, out / ENTRY, levels, self.float_type, self.dialect)
         write_companions(model, spec, out, ENTRY, self.dialect)

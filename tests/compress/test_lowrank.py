@@ -16,9 +16,9 @@ from compress import engine, registry
 from compress.errors import InputError
 from compress.passes.lowrank import best_product, side_path
 from compress.recipe import loads
-from compress.scheme import QuantScheme
+from compress.scheme import QuantScheme, lowrank_bits
 from compress.store import Store
-from compress.tensor import LowRank, QuantizedTensor, lowrank_bits
+from compress.tensor import LowRank, QuantizedTensor
 from exporters.onnx import OnnxExporter
 from exporters.onnx.reader import read_weights
 from tests.compress.runs import Bench
