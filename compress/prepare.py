@@ -66,6 +66,11 @@ class Prepared:
         """Whether any pass looks at calibration data."""
         return any(step.value.scope == "model" or step.value.reads & FROM_TOKENS for step in self.passes)
 
+    @property
+    def residual_rank(self) -> int:
+        """Rank of what lies beside each quantised linear layer of a block; 0: nothing."""
+        return max((step.value.rank for step in self.passes if "residual" in step.value.writes), default=0)
+
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
         """Bits of a weight ``shape`` (None: in floating point) in the artifact that takes most for it."""
         bits: int = max(step.value.stored_bits(scheme, shape) for step in self.recipe.export)
@@ -108,7 +113,7 @@ class Prepared:
         session = Session(
             decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real, self.stored_bits
         )
-        session.residual_rank = max((step.value.rank for step in self.passes if writes_residual(step)), default=0)
+        session.residual_rank = self.residual_rank
         complaints = [text for step in self.passes for text in step.value.check(session)]
         if complaints:
             raise InputError("\n".join(complaints))
@@ -153,11 +158,6 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
         fix = "choose another scheme or exporter, or leave such layers in floating point with ignore: [...]"
         raise InputError("\n".join(complaints + unfit), fix=fix if unfit else "")
     return prepared, session, remarks
-
-
-def writes_residual(step: Step) -> bool:
-    """Whether the pass puts a low-rank product, of its ``rank``, beside quantised layers."""
-    return "residual" in step.value.writes
 
 
 def rewrite(checkpoint: Checkpoint, steps: Sequence[Step]) -> tuple[Checkpoint, tuple[PassRecord, ...]]:
