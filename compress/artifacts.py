@@ -13,6 +13,7 @@ import numpy as np
 
 from compress import registry
 from compress.errors import InputError
+from compress.kv import FLOAT_CACHE, CacheTypes
 from compress.models.decoder import Decoder
 from compress.models.headers import CHECKPOINT, read_headers, weight_files_of_checkpoint
 from compress.models.sources import open_model
@@ -26,9 +27,9 @@ from compress.runner import measure as runner_measure
 from compress.runner import providers as runner_providers
 from compress.runner import quality as runner_quality
 from compress.runner.artifact import find_artifact, weight_files
-from compress.runner.process import PerformanceSettings
+from compress.runner.process import PerformanceSettings, cache_complaints
 from compress.runner.providers import Provider
-from compress.runner.streaming import Stream, stream
+from compress.runner.streaming import Stream, require_streaming, stream
 from compress.runner.threads import resolve_threads
 from compress.session import Progress, no_progress
 from compress.texts import token_windows
@@ -106,21 +107,31 @@ def bench(path: Path, settings: Measure, progress: Progress = no_progress) -> Pe
     """Measure speed and memory of the artifact at ``path`` in a fresh process."""
     bound = stream(settings.window, settings.sinks)
     wanted = PerformanceSettings(settings.prompt_tokens, settings.generate_tokens, settings.repeats, stream=bound)
-    return runner_measure.bench(find_artifact(path), wanted, resolve_threads(settings.threads), progress)
+    threads = resolve_threads(settings.threads)
+    return runner_measure.bench(find_artifact(path), wanted, threads, progress, settings.cache)
 
 
 def evaluate(
-    path: Path, reference: str, settings: Evaluate, bound: Stream | None = None, progress: Progress = no_progress
+    path: Path,
+    reference: str,
+    settings: Evaluate,
+    progress: Progress = no_progress,
+    cache: CacheTypes = FLOAT_CACHE,
+    bound: Stream | None = None,
 ) -> Quality:
     """Compare the artifact at ``path`` with the model ``reference`` on the windows that ``settings`` ask for.
 
-    ``bound``: how much of its cache the artifact keeps; the model keeps all of its own.
-
+    ``cache``: what llama.cpp keeps keys and values in; ``bound``: how much of its cache an ONNX artifact keeps.
     InputError if they do not have the same vocabulary: one was not made from the other.
     """
     artifact, checkpoint = find_artifact(path), open_model(reference)
     spec = describe(checkpoint.config, checkpoint.folder / "config.json")
+    if bound is not None:
+        require_streaming(registry.load("runtimes", artifact.format), str(artifact.path / artifact.entry))
     _require_same_vocabulary(inspect(path), spec, reference)
+    unfit = [*cache_complaints(artifact.format, cache), *cache.complaints(spec.head_dim, spec.head_dim)]
+    if unfit:
+        raise InputError("\n".join(unfit), where=str(path), fix="leave --kv-keys and --kv-values at f16")
     windows = token_windows(checkpoint, settings, "evaluation")
     needed = windows.tokens.numel() * spec.vocab_size * FLOAT_BYTES
     with tempfile.TemporaryDirectory(prefix="compress-eval-") as folder, explain_full_disk(Path(folder), needed):
@@ -128,7 +139,13 @@ def evaluate(
         np.save(tokens, windows.tokens.numpy())
         write_logits(Decoder(checkpoint), windows.tokens, logits, "reference logits", progress)
         found = runner_quality.evaluate(
-            artifact, tokens, threads=resolve_threads("auto"), reference=logits, stream=bound, progress=progress
+            artifact,
+            tokens,
+            threads=resolve_threads("auto"),
+            reference=logits,
+            stream=bound,
+            progress=progress,
+            cache=cache,
         )
     assert found.quality is not None
     return found.quality

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -92,6 +92,14 @@ class QuantizedTensor:
         """The rows that an index, or a slice, picks."""
         tensors = {name: value if name == "v" else value[chosen] for name, value in self.tensors().items()}
         return QuantizedTensor.of(self.scheme, tensors)
+
+    @classmethod
+    def joined(cls, parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+        """The rows of ``parts`` of one scheme, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        tensors = [part.tensors() for part in parts]
+        return cls(parts[0].scheme, **{name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
 
     def dequantize(self) -> Tensor:
         """float32 [out, in]: :meth:`base` and the residual, whose product rounds as the matrices are multiplied."""

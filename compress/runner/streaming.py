@@ -73,12 +73,18 @@ def bounded(runtime: Runtime, stream: Stream | None, where: str) -> Runtime:
     """``runtime`` itself, told to keep ``stream`` if there is one; InputError if it cannot."""
     if stream is None:
         return runtime
-    if not isinstance(runtime, Streaming):
+    require_streaming(type(runtime), where)
+    assert isinstance(runtime, Streaming)
+    runtime.keep(stream)
+    return runtime
+
+
+def require_streaming(kind: type[Any], where: str) -> None:
+    """InputError for a runtime that keeps all of its cache."""
+    if not issubclass(kind, Streaming):
         raise InputError(
             "this format's runtime has no window over its cache", where=where, fix="measure the ONNX artifact instead"
         )
-    runtime.keep(stream)
-    return runtime
 
 
 @dataclass(frozen=True)

@@ -184,8 +184,10 @@ def test_windows_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
 
 def test_a_format_without_a_window_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     out = bench.finished("rtn").out
-    assert main(["bench", str(out / "gguf"), "--window", "8"]) == 2
-    assert "no window over its cache" in capsys.readouterr().err
+    asked = [["bench"], ["chat"], ["eval", "--reference", str(bench.model)]]
+    for name, *more in [*asked, ["eval", "--kv-keys", "q8_0", *asked[2][1:]]]:
+        assert main([name, str(out / "gguf"), "--window", "8", *more]) == 2
+        assert "no window over its cache" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"gguf: measure\.window: this format's runtime has no window"):
         engine.plan(bench.recipe(export="[onnx, gguf]", measure="{window: 8}"))
 
