@@ -95,11 +95,12 @@ class QuantizedTensor:
 
     @classmethod
     def joined(cls, parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-        """The rows of ``parts`` of one scheme, one after another."""
+        """The rows of ``parts`` of one scheme, one after another; none of them has a residual."""
+        assert all(part.residual is None for part in parts)
         if len(parts) == 1:
             return parts[0]
         tensors = [part.tensors() for part in parts]
-        return cls(parts[0].scheme, **{name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
+        return cls.of(parts[0].scheme, {name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
 
     def dequantize(self) -> Tensor:
         """float32 [out, in]: :meth:`base` and the residual, whose product rounds as the matrices are multiplied."""

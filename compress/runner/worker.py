@@ -66,7 +66,7 @@ def do(job: Job, channel: Channel) -> JobResult:
     """Measure first, in the untouched process; then compare logits."""
     from compress.runner import measure, quality
 
-    kind = registry.load("runtimes", job.format)
+    kind: Any = registry.load("runtimes", job.format)
     # Only runtimes that choose their cache are given one: a job for others refuses it.
     asked: Callable[[], Runtime] = kind if job.cache == FLOAT_CACHE else partial(kind, job.cache)
     performance = None
