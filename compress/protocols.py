@@ -130,7 +130,11 @@ class StoredTensor:
 
 
 class Exporter(Protocol):
-    """Writes a compressed model as one format. A frozen dataclass: its fields are its arguments in the recipe."""
+    """Writes a compressed model as one format. A frozen dataclass: its fields are its arguments in the recipe.
+
+    It may have two attributes more: ``holds_residual``, True where a low-rank product can lie beside a layer (recipes
+    with one are refused else), and ``has_levels``, True where the file says layer by layer if activations are rounded.
+    """
 
     format: ClassVar[str]
     reader: ClassVar[str]

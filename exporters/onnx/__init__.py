@@ -108,7 +108,9 @@ class OnnxExporter:
     def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
         """Which layers have no 8-bit activations, and a context shorter than the model's."""
         told = [*context_remarks(spec), *plan_remarks(plan), *DIALECT_REMARKS[self.dialect]]
-        return told + float_activation_remarks(self._excepted(spec), plan)
+        # A tied head multiplies by the embedding's codes.
+        tied = {spec.family.head: plan[spec.family.embedding]} if spec.tied and spec.family.embedding in plan else {}
+        return told + float_activation_remarks(self._excepted(spec), {**plan, **tied})
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
         """Bits of a linear layer in the file: padded codes, fp16 scales, packed zero points; or ``float_type``."""
