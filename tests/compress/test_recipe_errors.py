@@ -26,7 +26,8 @@ class Unwritable:
         ("gates: {max_kdl: 0.1}", "gates.max_kdl: unknown key; did you mean 'max_kld'?"),
         (
             "measure: {zzz: 1}",
-            "measure.zzz: unknown key; known: prompt_tokens, generate_tokens, threads, repeats, kv_keys, kv_values",
+            "measure.zzz: unknown key; known: prompt_tokens, generate_tokens, threads, repeats, kv_keys, kv_values, "
+            "window, sinks",
         ),
         ("samples: 8", "samples: unknown key here; it belongs under calibration"),
         ("calibration: {threads: 2}", "calibration.threads: unknown key here; it belongs under measure"),
