@@ -166,6 +166,7 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
     "opt-rtn-neuqi": {"iters": 0, "enable_neuqi": True},
     "awq+opt-rtn": {"alg_configs": "awq"},
     "tuning": {"iters": 200},
+    "light-bf16": {"iters": 50, "lr": 5e-3, "amp": True},  # `auto-round-light`
     "tuning-bf16": {"iters": 200, "amp": True},  # its own default on a CPU
     "tuning-neuqi": {"iters": 200, "enable_neuqi": True},
 }
