@@ -5,6 +5,7 @@ Keys are those of ``gguf-py/gguf/constants.py``; what llama.cpp computes where a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -244,25 +245,42 @@ def rope(facts: Facts) -> dict[str, Any]:
     factor = facts.get("rope.scaling.factor") or facts.get("rope.scale_linear") or 1.0
     if kind == "none" and facts.get("rope.scale_linear"):
         kind = "linear"
-    original = facts.get("rope.scaling.original_context_length")
-    if kind not in ("none", "linear", "yarn", "longrope") or facts.get("rope.scaling.attn_factor", 1.0) != 1.0:
-        attention = facts.get("rope.scaling.attn_factor")
+    long = [name for name in ROPE_FACTORS.values() if name in facts.file.tensors]
+    attention = facts.get("rope.scaling.attn_factor", 1.0)
+    # By how many of both tensors there are.
+    known = (("none", "linear", "yarn"), (), ("none", "longrope"))[len(long)]
+    if kind not in known or (attention != 1.0 and not long):
         raise InputError(
-            f"rope scaling '{kind}'{'' if attention is None else f' with attn_factor {attention:g}'} is not known",
+            f"rope scaling '{kind}' with attn_factor {attention:g} and {', '.join(long) or 'no tensor of factors'} "
+            "is not known",
             where=str(facts.file.path),
-            fix="known: none, linear, yarn, longrope, and Llama 3's; give the original checkpoint",
+            fix="known: none, linear, yarn, longrope with both tensors, and Llama 3's; give the original checkpoint",
         )
+    if long:
+        return found | _longrope(facts, attention)
     if kind in ("linear", "yarn") and factor != 1.0:
         found |= {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            found["original_max_position_embeddings"] = original or facts.need("context_length")
+            found["original_max_position_embeddings"] = _original(facts)
     if ROPE_FREQUENCIES in facts.file.tensors:
         found |= _llama3(facts, found, head_dim)
-    if all(name in facts.file.tensors for name in ROPE_FACTORS.values()):
-        lists = {f"{kind}_factor": [decimal(v) for v in facts.tensor(name)] for kind, name in ROPE_FACTORS.items()}
-        found |= {"rope_type": "longrope", **lists}
-        found["original_max_position_embeddings"] = original or facts.need("context_length")
     return found
+
+
+def _original(facts: Facts) -> int:
+    return int(facts.get("rope.scaling.original_context_length") or facts.need("context_length"))
+
+
+def _longrope(facts: Facts, attention: float) -> dict[str, Any]:
+    """Factors for short and long texts; what cos and sin are multiplied by only where it is not the usual."""
+    original = _original(facts)
+    found: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": original}
+    for kind, name in ROPE_FACTORS.items():
+        found[f"{kind}_factor"] = [decimal(value) for value in facts.tensor(name)]
+    stretched = max(1.0, facts.need("context_length") / original)
+    # As transformers computes it where the configuration does not say.
+    usual = math.sqrt(1 + math.log(stretched) / math.log(max(2, original)))
+    return found if decimal(usual) == attention else found | {"attention_factor": attention}
 
 
 def _llama3(facts: Facts, plain: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
