@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,9 @@ def test_the_variants_cover_every_architecture() -> None:
     }
 
 
-BLOCKS = 3
-"""Of 256 numbers, in each row."""
-
-
 def encoded(kind: str, rows: int) -> Any:
-    """Bytes of a tensor [rows, 768] of a type, from random numbers quantised by ggml's own code."""
-    values = np.random.default_rng(1).standard_normal((rows, 256 * BLOCKS)).astype(np.float32)
+    """Bytes of a tensor [rows, 256] of a type, from random numbers quantised by ggml's own code."""
+    values = np.random.default_rng(1).standard_normal((rows, 256)).astype(np.float32)
     number = gguf.GGMLQuantizationType[kind]
     if kind in ("F32", "F16", "BF16"):
         return gguf.quants.quantize(values, number)
@@ -103,18 +100,18 @@ def encoded(kind: str, rows: int) -> Any:
 
 @pytest.mark.parametrize("kind", sorted(READABLE))
 def test_every_type_is_decoded_as_ggml_decodes_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encoded(kind, 7)
+    data = encoded(kind, 5)
     path = write(tmp_path / "one.gguf", "llama", {}, {}, {"a": data}, kinds={"a": kind})
     number = gguf.GGMLQuantizationType[kind]
     wanted = gguf.quants.dequantize(data, number)
     if kind not in ("F32", "F16", "BF16"):
         np.testing.assert_array_equal(libgguf.dequantize_rows(data, number), wanted)
     info = read_gguf(path).tensors["a"]
-    assert (info.shape, info.type, info.bytes) == ((7, 768), kind, data.nbytes)
+    assert (info.shape, info.type, info.bytes) == ((5, 256), kind, data.nbytes)
     # Two rows at a time, the last alone.
-    monkeypatch.setattr(header, "CHUNK_BYTES", 2 * 4 * 768)
-    np.testing.assert_array_equal(info.rows(0, 7), wanted)
-    np.testing.assert_array_equal(info.rows(3, 6), wanted[3:6])
+    monkeypatch.setattr(header, "CHUNK_BYTES", 2 * 4 * 256)
+    np.testing.assert_array_equal(info.rows(0, 5), wanted)
+    np.testing.assert_array_equal(info.rows(2, 5), wanted[2:5])
 
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -171,18 +168,29 @@ def test_windows_of_gemma_3_come_as_a_period_or_block_by_block(pattern: Any, ful
     assert found["rope_parameters"]["sliding_attention"]["rope_theta"] == 100.0
 
 
-def test_longrope_comes_from_both_lists_of_factors(tmp_path: Path) -> None:
+USUAL = math.sqrt(1 + math.log(256 / 64) / math.log(64))
+"""What longrope multiplies cos and sin by, for 256 positions where there were 64."""
+
+
+@pytest.mark.parametrize(("written_", "stated"), [(USUAL, None), (1.25, 1.25), (None, 1.0)])
+def test_longrope_comes_from_both_lists_of_factors(
+    written_: float | None, stated: float | None, tmp_path: Path
+) -> None:
     lists = {"short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0], "long_factor": [1.1 * i for i in range(1, 9)]}
     scaling = {"rope_type": "longrope", "rope_theta": 10000.0, **lists}
+    scaling |= {} if stated is None else {"attention_factor": stated}
     folder, _ = written("phi3", tmp_path, rope_parameters=scaling, original_max_position_embeddings=64)
     config = json.loads((folder / "config.json").read_text())
     keys = metadata(config) | {"rope.scaling.original_context_length": 64, "rope.scaling.type": "longrope"}
+    # llama.cpp takes 1 where the file does not say.
+    keys |= {} if written_ is None else {"rope.scaling.attn_factor": written_}
     factors = {f"rope_factors_{kind}.weight": np.float32(lists[f"{kind}_factor"]) for kind in ("long", "short")}
     arrays = tensors(folder, config) | factors
     file = write(tmp_path / "long.gguf", "phi3", keys, vocabulary(folder, 320), arrays)
     found = open_gguf(file, tmp_path / "cache")
     for kind, values in lists.items():
         np.testing.assert_allclose(found.config["rope_parameters"][kind], values, rtol=1e-7)
+    assert found.config["rope_parameters"].get("attention_factor") == stated
     for length in (32, 96):
         tokens = tokens_of(1, length)
         difference = blockwise(folder, tokens)[0] - next(Decoder(found).logits(tokens))
@@ -212,8 +220,9 @@ def refusal(file: Path, tmp_path: Path) -> str:
     [
         ({"attention.head_count": None, "context_length": None}, ["llama.context_length: missing", "head_count: miss"]),
         ({"feed_forward_length": [96, 64]}, ["differs from block to block: [96, 64]"]),
-        ({"rope.scaling.type": "su"}, ["rope scaling 'su'", "known: none, linear, yarn, longrope"]),
+        ({"rope.scaling.type": "su"}, ["rope scaling 'su'", "known: none, linear, yarn, longrope with both"]),
         ({"rope.scaling.attn_factor": 2.0}, ["attn_factor 2"]),
+        ({"rope.scaling.type": "longrope"}, ["'longrope' with attn_factor 1 and no tensor of factors"]),
         ({"attention.value_length": 8, "attention.key_length": 16}, ["heads of values are not as wide"]),
     ],
 )
@@ -245,6 +254,12 @@ def test_tokenizers_that_do_not_do_are_refused(
     words = {key: value for key, value in (words | edit).items() if value is not None}
     found = refusal(write(tmp_path / "bad.gguf", "llama", keys, words, arrays), tmp_path)
     assert all(message in found for message in messages), found
+
+
+def test_one_list_of_longrope_alone_is_refused(llama: Llama, tmp_path: Path) -> None:
+    _, keys, words, arrays = llama
+    file = write(tmp_path / "bad.gguf", "llama", keys, words, arrays | {"rope_factors_long.weight": np.ones(8, "f4")})
+    assert "'none' with attn_factor 1 and rope_factors_long.weight is not known" in refusal(file, tmp_path)
 
 
 def test_architectures_and_tensors_that_are_not_known_are_named(llama: Llama, tmp_path: Path) -> None:

@@ -6,68 +6,14 @@ Keys are those of ``gguf-py/gguf/constants.py``; what llama.cpp computes where a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from compress.errors import InputError, nearest
 from compress.models.families import Family
-from compress.models.gguf.header import F32, GgufFile
-
-LLAMA3_LENGTHS = (8192, *(1 << power for power in range(8, 21) if power != 13))
-"""Original lengths that are tried for Llama-3's scaling; those of Meta's models first."""
-LLAMA3_FREQUENCIES = (1.0, 4.0)
-"""``low_freq_factor`` and ``high_freq_factor`` of every model with that scaling."""
-ROPE_FACTORS = {kind: f"rope_factors_{kind}.weight" for kind in ("long", "short")}
-ROPE_FREQUENCIES = "rope_freqs.weight"
-KNOWN_ASIDE = frozenset({ROPE_FREQUENCIES, *ROPE_FACTORS.values()})
-"""Tensors that are part of the configuration in a checkpoint."""
-
-
-def decimal(value: float) -> float:
-    """The shortest decimal that is the same float32: what was written before it was rounded to that."""
-    return float(str(np.float32(value)))
-
-
-@dataclass
-class Facts:
-    """A file's metadata under its architecture's name; notes what is missing."""
-
-    file: GgufFile
-    missing: list[str] = field(default_factory=list)
-
-    @property
-    def architecture(self) -> str:
-        """llama.cpp's name."""
-        return self.file.text("general.architecture")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value; InputError where it differs from block to block."""
-        found = self.file.metadata.get(f"{self.architecture}.{key}", default)
-        if isinstance(found, list):
-            if len(set(found)) > 1:
-                raise InputError(
-                    f"{self.architecture}.{key} differs from block to block: {found}",
-                    where=str(self.file.path),
-                    fix="no family here has such blocks",
-                )
-            found = found[0] if found else default
-        return decimal(found) if isinstance(found, float) else found
-
-    def need(self, key: str) -> Any:
-        """A value that must be there; 0 where it is missing, which is noted."""
-        found = self.get(key)
-        if found is None:
-            self.missing.append(f"{self.architecture}.{key}")
-            return 0
-        return found
-
-    def tensor(self, name: str) -> F32:
-        """A small tensor, flat."""
-        info = self.file.tensors[name]
-        return info.rows(0, int(np.prod(info.shape[:-1]))).reshape(-1)
+from compress.models.gguf.facts import Facts
+from compress.models.gguf.rope import rope
 
 
 @dataclass(frozen=True)
@@ -83,7 +29,7 @@ class Arch:
     interleaved: bool = False
 
 
-def _nothing(facts: Facts) -> dict[str, Any]:
+def _no_window(facts: Facts) -> dict[str, Any]:
     return {"sliding_window": None, "use_sliding_window": False}
 
 
@@ -94,7 +40,7 @@ def _mixtral(facts: Facts) -> dict[str, Any]:
 
 def _experts(facts: Facts) -> dict[str, Any]:
     return {
-        **_nothing(facts),
+        **_no_window(facts),
         "num_experts": facts.need("expert_count"),
         "num_experts_per_tok": facts.need("expert_used_count"),
         "moe_intermediate_size": facts.need("expert_feed_forward_length"),
@@ -150,7 +96,7 @@ def _phi3(facts: Facts) -> dict[str, Any]:
 
 def _smollm3(facts: Facts) -> dict[str, Any]:
     blocks = facts.need("block_count")
-    return _nothing(facts) | {"no_rope_layers": [int((index + 1) % 4 != 0) for index in range(blocks)]}
+    return _no_window(facts) | {"no_rope_layers": [int((index + 1) % 4 != 0) for index in range(blocks)]}
 
 
 def _granite(facts: Facts) -> dict[str, Any]:
@@ -167,8 +113,8 @@ ARCHS: Mapping[tuple[str, bool], Arch] = MappingProxyType(
     {
         ("llama", False): Arch("llama", interleaved=True),
         ("llama", True): Arch("mixtral", _mixtral, interleaved=True),
-        ("qwen2", False): Arch("qwen2", _nothing),
-        ("qwen3", False): Arch("qwen3", _nothing),
+        ("qwen2", False): Arch("qwen2", _no_window),
+        ("qwen3", False): Arch("qwen3", _no_window),
         ("qwen2moe", True): Arch("qwen2_moe", _qwen2_moe),
         ("qwen3moe", True): Arch("qwen3_moe", _qwen3_moe),
         ("gemma", False): Arch("gemma", _gemma),
@@ -230,67 +176,6 @@ def config_of(facts: Facts, arch: Arch, tied: bool, token_ids: Mapping[str, int]
     if problems:
         raise InputError("\n".join(problems), where=str(facts.file.path), fix="convert the model again")
     return config
-
-
-def rope(facts: Facts) -> dict[str, Any]:
-    """``rope_parameters``: base, scaling, and the share of a head that is rotated."""
-    heads = max(1, facts.need("attention.head_count"))
-    head_dim = facts.get("attention.key_length", facts.need("embedding_length") // heads)
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.get("rope.freq_base", 10000.0)}
-    rotated = facts.get("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        found["partial_rotary_factor"] = rotated / head_dim
-    kind = facts.get("rope.scaling.type", "none")
-    factor = facts.get("rope.scaling.factor") or facts.get("rope.scale_linear") or 1.0
-    if kind == "none" and facts.get("rope.scale_linear"):
-        kind = "linear"
-    original = facts.get("rope.scaling.original_context_length")
-    if kind not in ("none", "linear", "yarn", "longrope") or facts.get("rope.scaling.attn_factor", 1.0) != 1.0:
-        attention = facts.get("rope.scaling.attn_factor")
-        raise InputError(
-            f"rope scaling '{kind}'{'' if attention is None else f' with attn_factor {attention:g}'} is not known",
-            where=str(facts.file.path),
-            fix="known: none, linear, yarn, longrope, and Llama 3's; give the original checkpoint",
-        )
-    if kind in ("linear", "yarn") and factor != 1.0:
-        found |= {"rope_type": kind, "factor": factor}
-        if kind == "yarn":
-            found["original_max_position_embeddings"] = original or facts.need("context_length")
-    if ROPE_FREQUENCIES in facts.file.tensors:
-        found |= _llama3(facts, found, head_dim)
-    if all(name in facts.file.tensors for name in ROPE_FACTORS.values()):
-        lists = {f"{kind}_factor": [decimal(v) for v in facts.tensor(name)] for kind, name in ROPE_FACTORS.items()}
-        found |= {"rope_type": "longrope", **lists}
-        found["original_max_position_embeddings"] = original or facts.need("context_length")
-    return found
-
-
-def _llama3(facts: Facts, plain: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """The parameters whose frequencies the file's factors are; InputError where none of the usual ones fit."""
-    stored = facts.tensor(ROPE_FREQUENCIES)
-    factor = float(stored.max())
-    if factor == 1.0:
-        return {}
-    low, high = LLAMA3_FREQUENCIES
-    frequencies = plain["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
-    for length in LLAMA3_LENGTHS:
-        # Llama 3's scaling, as transformers computes it (modeling_rope_utils): waves longer than length / low are
-        # slowed by the factor, those shorter than length / high stay, and between them it changes smoothly.
-        smooth = np.clip((length * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
-        wanted = 1 / ((1 - smooth) / factor + smooth)
-        if len(stored) == len(wanted) and np.allclose(stored, wanted, rtol=1e-4, atol=0):
-            return {
-                "rope_type": "llama3",
-                "factor": decimal(factor),
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": length,
-            }
-    raise InputError(
-        f"{ROPE_FREQUENCIES} is no scaling of Llama 3's kind with the usual factors {low:g} and {high:g}",
-        where=str(facts.file.path),
-        fix="give the original checkpoint",
-    )
 
 
 def names_of(family: Family, architecture: str, blocks: int) -> dict[str, str]:

@@ -17,8 +17,10 @@ from compress.errors import InputError
 from compress.models.cache import make_once
 from compress.models.checkpoint import SHOWN, Checkpoint
 from compress.models.families import FAMILIES, Family
-from compress.models.gguf.archs import KNOWN_ASIDE, Arch, Facts, arch_of, config_of, names_of
+from compress.models.gguf.archs import Arch, arch_of, config_of, names_of
+from compress.models.gguf.facts import Facts
 from compress.models.gguf.header import F32, UNQUANTISED, GgufFile, TensorInfo, read_gguf, stored_types
+from compress.models.gguf.rope import KNOWN_ASIDE
 from compress.models.gguf.vocabulary import token_ids, write_tokenizer
 
 CONVERSION = 1
