@@ -7,9 +7,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -66,9 +65,13 @@ def do(job: Job, channel: Channel) -> JobResult:
     """Measure first, in the untouched process; then compare logits."""
     from compress.runner import measure, quality
 
-    kind: Any = registry.load("runtimes", job.format)
-    # Only runtimes that choose their cache are given one: a job for others refuses it.
-    asked: Callable[[], Runtime] = kind if job.cache == FLOAT_CACHE else partial(kind, job.cache)
+    kind = registry.load("runtimes", job.format)
+
+    def asked() -> Runtime:
+        # Only runtimes that choose their cache are given one: a job for others refuses it.
+        runtime: Runtime = kind() if job.cache == FLOAT_CACHE else kind(job.cache)
+        return runtime
+
     performance = None
     described: Mapping[str, Any] = {}
     if job.performance is not None:
