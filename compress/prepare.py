@@ -96,8 +96,9 @@ class Prepared:
         decoder = Decoder(self.checkpoint, model.parameter, spool, precision, model.kv)
         plan = {layer: scheme for layer, scheme in self.pinned.items() if scheme is not None}
         seed = self.recipe.calibration.seed
+        together = [layers for step in self.recipe.export for layers in step.value.one_scheme(self.spec)]
         session = Session(
-            decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real, self.stored_bits
+            decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real, self.stored_bits, together
         )
         complaints = [text for step in self.passes for text in step.value.check(session)]
         if complaints:
@@ -124,8 +125,9 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     unfit: list[str] = []
     remarks: list[str] = []
     plans = [session.plan, *(plan for step in prepared.of_scope("model") for plan in step.value.candidates(session))]
+    biased = {layer for layer in shapes if f"{layer}.bias" in checkpoint.files}
     for step in recipe.export:
-        found = [text for plan in plans for text in step.value.check(spec, plan, shapes, session.kv)]
+        found = [text for plan in plans for text in step.value.check(spec, plan, shapes, session.kv, biased)]
         unfit += [f"{step.name}: {text}" for text in dict.fromkeys(found)]
         told = [text for plan in plans for text in step.value.remarks(spec, plan)]
         told += step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -76,6 +76,7 @@ class OnnxExporter:
         plan: Mapping[str, QuantScheme],
         shapes: Mapping[str, tuple[int, int]],
         kv: KVScheme | None = None,
+        biased: Collection[str] = (),
     ) -> Sequence[str]:
         """Complaints about head size, rotary type, activation, each layer's scheme and the cache."""
         found = complaints(spec, plan, shapes, self.accuracy_level, self.dialect)
@@ -90,6 +91,10 @@ class OnnxExporter:
     def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
         """Which layers have no 8-bit activations, and a context shorter than the model's."""
         return [*context_remarks(spec), *plan_remarks(plan), *DIALECT_REMARKS[self.dialect]]
+
+    def one_scheme(self, spec: DecoderSpec) -> Sequence[Sequence[str]]:
+        """None: every expert has matrices of its own."""
+        return []
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
         """Bits of a linear layer in the file: padded codes, fp16 scales, packed zero points; or ``float_type``."""
