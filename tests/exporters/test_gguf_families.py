@@ -427,3 +427,52 @@ def test_experts_of_different_schemes_are_refused_by_number(variant: str, tmp_pa
     assert text.startswith(third.replace("experts.2", "experts.*"))
     assert "int8-g32: 2; float: 3" in text
     assert "int4-g32: 0, 1" in text
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
+def test_a_mixed_plan_has_one_scheme_for_the_experts_of_a_tensor(variant: str, tmp_path: Path) -> None:
+    folder = checkpoint(variant, tmp_path, **WIDE)
+    spec = describe(open_checkpoint(folder).config)
+    (tmp_path / "text.txt").write_text(sentences(1, 400))
+    text = f"{{source: text, path: {tmp_path}/text.txt, sequence_length: {min(32, context_length(spec))}"
+    recipe = loads(
+        f"model: {folder}\npasses: [mixed: {{target_bits: 6.5, samples: 2}}, rtn: {{}}]\nexport: [gguf]\n"
+        f"measure: false\ncalibration: {text}, samples: 4}}\nevaluate: false\n",
+        registry.load,
+    )
+    report = engine.run(recipe, tmp_path / "out")
+    (artifact,) = report.artifacts
+    assert artifact.parity is not None
+    assert artifact.parity.passed
+    planned = {
+        layer.layer: layer.scheme for record in report.passes if record.name == "mixed" for layer in record.layers
+    }
+    groups = GgufExporter().one_scheme(spec)
+    assert len(groups) == 3 * spec.layers
+    assert all(len({planned[layer] for layer in layers}) == 1 for layers in groups)
+    assert set(planned.values()) == {"int4-g32", "int8-g32"}
+    summary = next(record.summary for record in report.passes if record.name == "mixed")
+    assert 6 < summary["achieved_bits"] <= 6.5
+
+
+def test_a_pinned_expert_that_parts_from_the_others_is_refused_before_any_work(tmp_path: Path) -> None:
+    folder = checkpoint("mixtral", tmp_path, **WIDE)
+    recipe = loads(
+        f"model: {folder}\npasses: [mixed: {{target_bits: 7}}, rtn: {{}}]\nexport: [gguf]\nevaluate: false\n"
+        'measure: false\ncalibration: {sequence_length: 8}\npin: {"*.0.block_sparse_moe.experts.1.w2": int8-g32}\n',
+        registry.load,
+    )
+    with pytest.raises(InputError) as caught:
+        engine.run(recipe, tmp_path / "out")
+    assert "gguf: model.layers.0.block_sparse_moe.experts.*.w2: GGUF stores them as one tensor" in caught.value.what
+    assert "int4-g32: 0, 2, 3; int8-g32: 1" in caught.value.what
+
+
+@pytest.mark.parametrize("card", ["---\nlicense: apache-2.0\nlicense_link: https://example.org/l\n---\n# Tiny\n", None])
+def test_the_licence_of_a_model_card_goes_into_the_file(card: str | None, tmp_path: Path) -> None:
+    model = model_of("llama", tmp_path)
+    if card is not None:
+        (model.folder / "README.md").write_text(card)
+    found = keys(export(model, tmp_path / "out"))
+    stated = {"general.license": "apache-2.0", "general.license.link": "https://example.org/l"} if card else {}
+    assert {key: value for key, value in found.items() if key.startswith("general.license")} == stated
