@@ -166,20 +166,20 @@ AUTO_ROUND: dict[str, dict[str, Any]] = {
     "opt-rtn-neuqi": {"iters": 0, "enable_neuqi": True},
     "awq+opt-rtn": {"alg_configs": "awq"},
     "tuning": {"iters": 200},
+    "tuning-bf16": {"iters": 200, "amp": True},  # its own default on a CPU
     "tuning-neuqi": {"iters": 200, "enable_neuqi": True},
 }
 
 
 def auto_round(model: Any, tokenizer: Any, tokens: torch.Tensor, method: str, scheme: Scheme) -> Outcome:
-    """Run AutoRound in float32 (its own default on a CPU is bfloat16) on `tokens` int64 [samples, length]."""
+    """Run AutoRound on `tokens` int64 [samples, length], in float32 unless the method says otherwise."""
     from auto_round import AutoRound  # type: ignore[import-not-found]
 
     data = [{"input_ids": rows, "attention_mask": torch.ones_like(rows)} for rows in torch.split(tokens, BATCH)]
     grid = {"bits": scheme.bits, "group_size": scheme.group_size, "sym": scheme.symmetric}
     size = {"nsamples": tokens.shape[0], "seqlen": tokens.shape[1]}
-    quantiser = AutoRound(
-        model, tokenizer, dataset=data, amp=False, device_map="cpu", **grid, **size, **AUTO_ROUND[method]
-    )
+    options = {"amp": False, **grid, **size, **AUTO_ROUND[method]}
+    quantiser = AutoRound(model, tokenizer, dataset=data, device_map="cpu", **options)
     with Stopwatch() as watch:
         made, _ = quantiser.quantize()
     return Outcome(final_tensors(made, stored_weight), "torch.float16", watch.wall, watch.cpu)

@@ -24,6 +24,13 @@ class InputStats:
         self.mass = 0.0
         self.routed = routed
 
+    @classmethod
+    def of(cls, gram: Tensor, tokens: int) -> InputStats:
+        """What was gathered elsewhere, over ``tokens`` tokens of weight 1."""
+        stats = cls(len(gram))
+        stats.gram, stats.tokens, stats.mass = gram, tokens, float(tokens)
+        return stats
+
     def update(self, inputs: Tensor, weights: Tensor | None = None) -> None:
         """Add inputs [..., in] of real tokens (no padding), each of a weight float32 [...]."""
         flat = inputs.reshape(-1, inputs.shape[-1]).to(torch.float32)

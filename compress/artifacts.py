@@ -13,6 +13,7 @@ import numpy as np
 
 from compress import registry
 from compress.errors import InputError
+from compress.kv import FLOAT_CACHE, CacheTypes
 from compress.models.decoder import Decoder
 from compress.models.headers import CHECKPOINT, read_headers, weight_files_of_checkpoint
 from compress.models.sources import open_model
@@ -25,7 +26,7 @@ from compress.report import Performance, Quality
 from compress.runner import measure as runner_measure
 from compress.runner import quality as runner_quality
 from compress.runner.artifact import find_artifact, weight_files
-from compress.runner.process import PerformanceSettings
+from compress.runner.process import PerformanceSettings, cache_complaints
 from compress.runner.threads import resolve_threads
 from compress.session import Progress, no_progress
 from compress.texts import token_windows
@@ -87,17 +88,24 @@ def inspect(path: Path, format: str | None = None) -> Inspection:
 def bench(path: Path, settings: Measure, progress: Progress = no_progress) -> Performance:
     """Measure speed and memory of the artifact at ``path`` in a fresh process."""
     wanted = PerformanceSettings(settings.prompt_tokens, settings.generate_tokens, settings.repeats)
-    return runner_measure.bench(find_artifact(path), wanted, resolve_threads(settings.threads), progress)
+    threads = resolve_threads(settings.threads)
+    return runner_measure.bench(find_artifact(path), wanted, threads, progress, settings.cache)
 
 
-def evaluate(path: Path, reference: str, settings: Evaluate, progress: Progress = no_progress) -> Quality:
+def evaluate(
+    path: Path, reference: str, settings: Evaluate, progress: Progress = no_progress, cache: CacheTypes = FLOAT_CACHE
+) -> Quality:
     """Compare the artifact at ``path`` with the model ``reference`` on the windows that ``settings`` ask for.
 
-    InputError if they do not have the same vocabulary: one was not made from the other.
+    ``cache``: what llama.cpp keeps keys and values in. InputError if they do not have the same vocabulary: one was not
+    made from the other.
     """
     artifact, checkpoint = find_artifact(path), open_model(reference)
     spec = describe(checkpoint.config, checkpoint.folder / "config.json")
     _require_same_vocabulary(inspect(path), spec, reference)
+    unfit = [*cache_complaints(artifact.format, cache), *cache.complaints(spec.head_dim, spec.head_dim)]
+    if unfit:
+        raise InputError("\n".join(unfit), where=str(path), fix="leave --kv-keys and --kv-values at f16")
     windows = token_windows(checkpoint, settings, "evaluation")
     needed = windows.tokens.numel() * spec.vocab_size * FLOAT_BYTES
     with tempfile.TemporaryDirectory(prefix="compress-eval-") as folder, explain_full_disk(Path(folder), needed):
@@ -105,7 +113,7 @@ def evaluate(path: Path, reference: str, settings: Evaluate, progress: Progress 
         np.save(tokens, windows.tokens.numpy())
         write_logits(Decoder(checkpoint), windows.tokens, logits, "reference logits", progress)
         found = runner_quality.evaluate(
-            artifact, tokens, threads=resolve_threads("auto"), reference=logits, progress=progress
+            artifact, tokens, threads=resolve_threads("auto"), reference=logits, progress=progress, cache=cache
         )
     assert found.quality is not None
     return found.quality

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from calibration.stats import InputStats, TokenFeed, collect_expert_inputs, collect_inputs
 from compress.activations import Activations
 from compress.journal import Journal
 from compress.kv import KVScheme
+from compress.models.decoder import Decoder
 from compress.protocols import BlockPass
 from compress.report import LayerRecord, decode
 from compress.scheme import QuantScheme
@@ -42,7 +43,7 @@ def compress_blocks(session: Session, passes: Sequence[BlockPass], journal: Jour
     hidden: Activations | None = None
     with session.progress("compressing blocks", layers + 2) as advance:
         if not walk.restore(family.embedding):
-            walk.apply(_end_block(session, family.embedding, {}))
+            walk.apply(_end_block(session, family.embedding, _row_stats(session)))
         advance(1)
         if any(step.reads & {"inputs", "activations"} for step in passes) and not all(map(walk.knows, names)):
             hidden = session.decoder.room(session.tokens)
@@ -56,7 +57,7 @@ def compress_blocks(session: Session, passes: Sequence[BlockPass], journal: Jour
                     session.decoder.run_block_into(index, module, hidden, hidden)
             advance(1)
         if family.head in names and not walk.restore(family.head):
-            inputs = {} if hidden is None else _head_inputs(session, hidden)
+            inputs = {} if hidden is None else head_inputs(session.decoder, hidden, session.real, session.token_weights)
             walk.apply(_end_block(session, family.head, inputs))
         if hidden is not None:
             hidden.close()
@@ -127,7 +128,12 @@ def _one_block(walk: _Walk, index: int, hidden: Activations | None) -> None:
     layers = decoder.spec.block_linears(index)
     inputs: dict[str, InputStats] = {}
     if hidden is not None:
-        with decoder.block(index, tensors) as module, _collected(walk.session, index, module) as inputs:
+        session = walk.session
+        counts = session.token_weights
+        with (
+            decoder.block(index, tensors) as module,
+            collected(decoder, index, module, session.real, counts) as inputs,
+        ):
             decoder.run_block_into(index, module, hidden, None)
     weights = {layer: tensors.pop(f"{layer}.weight") for layer in layers}
     block = Block(family.block.format(index=index), weights, inputs, tensors)
@@ -138,20 +144,25 @@ def _one_block(walk: _Walk, index: int, hidden: Activations | None) -> None:
 
 
 @contextmanager
-def _collected(session: Session, index: int, module: nn.Module) -> Iterator[dict[str, InputStats]]:
-    """Statistics of what every linear layer of block ``index`` is fed while the context lasts."""
-    spec = session.decoder.spec
+def collected(
+    decoder: Decoder, index: int, module: nn.Module, real: Tensor | None, counts: Mapping[str, Tensor]
+) -> Iterator[dict[str, InputStats]]:
+    """Statistics of what every linear layer of block ``index`` is fed while the context lasts.
+
+    ``real`` and ``counts`` are as the session's ``real`` and ``token_weights``.
+    """
+    spec = decoder.spec
     prefix, shared = spec.family.block.format(index=index) + ".", spec.shared_inputs(index)
     modules = {layer: _linear(module, layer.removeprefix(prefix)) for layers in shared for layer in layers}
-    with collect_inputs(modules, shared, session.real, session.token_weights) as inputs:
+    with collect_inputs(modules, shared, real, counts) as inputs:
         experts = spec.expert_linears(index)
         if not experts:
             yield inputs
             return
         assert spec.family.experts is not None
         fused = module.get_submodule(spec.family.experts.module)
-        weights = session.token_weights.get(prefix + spec.family.experts.module)
-        with collect_expert_inputs(fused, experts, session.real, weights) as routed:
+        weights = counts.get(prefix + spec.family.experts.module)
+        with collect_expert_inputs(fused, experts, real, weights) as routed:
             yield inputs | routed
 
 
@@ -166,9 +177,22 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
     return found
 
 
-def _head_inputs(session: Session, hidden: Activations) -> dict[str, InputStats]:
-    stats, feed = InputStats(session.decoder.spec.hidden_size), TokenFeed(session.real)
-    for window in session.decoder.head_inputs(hidden):
-        (rows,), _ = feed.take(window)
-        stats.update(rows)
-    return {session.decoder.spec.family.head: stats}
+def head_inputs(
+    decoder: Decoder, hidden: Activations, real: Tensor | None, counts: Mapping[str, Tensor]
+) -> dict[str, InputStats]:
+    """Statistics of what the head is fed; ``hidden`` has left the last block. Arguments as for :func:`collected`."""
+    spec = decoder.spec
+    stats, feed = InputStats(spec.hidden_size), TokenFeed(real, counts.get(spec.family.head))
+    for window in decoder.head_inputs(hidden):
+        (rows,), weights = feed.take(window)
+        stats.update(rows, weights)
+    return {spec.family.head: stats}
+
+
+def _row_stats(session: Session) -> dict[str, InputStats]:
+    """What a pass over the whole model found of the embedding's rows, in the place of statistics of inputs."""
+    embedding = session.decoder.spec.family.embedding
+    if (gram := session.row_gram.get(embedding)) is None:
+        return {}
+    tokens = session.tokens.numel() if session.real is None else int(session.real.sum())
+    return {embedding: InputStats.of(gram, tokens)}

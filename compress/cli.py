@@ -10,21 +10,22 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from compress import __version__
 from compress.errors import GateError, InputError
+from compress.kv import CacheTypes
+from compress.options import ARTIFACT, FORMAT, JSON, cache_options, recipe_options, text_options
 
 if TYPE_CHECKING:
+    from compress.kv import CacheType
     from compress.recipe import Recipe
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass
@@ -46,27 +47,8 @@ def cli(options: Options, debug: bool) -> None:
     options.debug = debug
 
 
-def _recipe_options(command: Command) -> Command:
-    options = (
-        click.argument("recipe"),
-        click.option("--model", help="A folder, hub id or builtin:NAME, instead of the recipe's model."),
-        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help=_SET_HELP),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-        click.option("--quiet", "-q", is_flag=True, help="Show no progress."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-_SET_HELP = "Change one value of the recipe, as in passes.gptq.damping=0.1; may be repeated."
-_ARTIFACT = click.argument("artifact", type=click.Path(path_type=Path))
-_FORMAT = click.option("--format", "format_", help="Which artifact, where a folder holds more than one.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
 @cli.command()
-@_recipe_options
+@recipe_options
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for artifacts and report; else runs/RECIPE.")
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace what the folder holds, or an interrupted run has left.")
@@ -108,16 +90,16 @@ def run(
 
 
 @cli.command()
-@_recipe_options
+@recipe_options
 def plan(*, recipe: str, model: str | None, overrides: Sequence[str], as_json: bool, quiet: bool) -> None:
     """Check RECIPE against its model and show what would be done; write nothing."""
     _show_plan(_load(recipe, model, overrides), as_json, quiet)
 
 
 @cli.command()
-@_ARTIFACT
-@_FORMAT
-@_JSON
+@ARTIFACT
+@FORMAT
+@JSON
 def inspect(*, artifact: Path, format_: str | None, as_json: bool) -> None:
     """List the tensors of ARTIFACT: a .onnx, .gguf or .safetensors file, or a folder that holds one."""
     from compress import artifacts, terminal
@@ -130,13 +112,14 @@ def inspect(*, artifact: Path, format_: str | None, as_json: bool) -> None:
 
 
 @cli.command()
-@_ARTIFACT
-@_FORMAT
+@ARTIFACT
+@FORMAT
 @click.option("--prompt-tokens", type=int, default=128, show_default=True)
 @click.option("--generate-tokens", type=int, default=64, show_default=True)
 @click.option("--threads", default="auto", show_default=True, help="A number, or auto: the CPUs available here.")
 @click.option("--repeats", type=int, default=3, show_default=True)
-@_JSON
+@cache_options
+@JSON
 def bench(
     *,
     artifact: Path,
@@ -145,13 +128,15 @@ def bench(
     generate_tokens: int,
     threads: str,
     repeats: int,
+    kv_keys: CacheType,
+    kv_values: CacheType,
     as_json: bool,
 ) -> None:
     """Measure speed and memory of ARTIFACT in a fresh process."""
     from compress.recipe import Measure
 
     with _option_errors():
-        measure = Measure(prompt_tokens, generate_tokens, _threads(threads), repeats)
+        measure = Measure(prompt_tokens, generate_tokens, _threads(threads), repeats, kv_keys, kv_values)
     entry = _entry(artifact, format_)
     from compress import artifacts, terminal
 
@@ -163,19 +148,16 @@ def bench(
 
 
 @cli.command("eval")
-@_ARTIFACT
-@_FORMAT
-@click.option("--reference", required=True, help="The model it was made from: a folder, hub id or builtin:NAME.")
-@click.option("--source", type=click.Choice(["builtin", "text", "jsonl", "hub"]), default="builtin", show_default=True)
-@click.option("--path", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="text, jsonl: the file.")
-@click.option("--name", help="hub: the data set.")
-@click.option("--split", default="test", show_default=True, help="hub: the split.")
-@click.option("--column", help="jsonl, hub: where the text is; messages with --chat-template, else text.")
-@click.option("--chat-template", is_flag=True, help="jsonl, hub: rows are chats, rendered by the model's template.")
-@click.option("--encoding", default="utf-8", show_default=True, help="text, jsonl: of the file.")
+@ARTIFACT
+@FORMAT
+@click.option(
+    "--reference", required=True, help="The model it was made from: a folder, .gguf file, hub id or builtin:NAME."
+)
+@text_options("test")
 @click.option("--windows", type=int, default=16, show_default=True)
 @click.option("--sequence-length", type=int, default=512, show_default=True)
-@_JSON
+@cache_options
+@JSON
 def evaluate(
     *,
     artifact: Path,
@@ -190,6 +172,8 @@ def evaluate(
     encoding: str,
     windows: int,
     sequence_length: int,
+    kv_keys: CacheType,
+    kv_values: CacheType,
     as_json: bool,
 ) -> None:
     """Compare the output of ARTIFACT with the model it was made from, on held-out text."""
@@ -211,7 +195,7 @@ def evaluate(
     entry = _entry(artifact, format_)
     from compress import artifacts, terminal
 
-    quality = artifacts.evaluate(entry, reference, settings)
+    quality = artifacts.evaluate(entry, reference, settings, cache=CacheTypes(kv_keys, kv_values))
     if as_json:
         _print_json(dataclasses.asdict(quality))
     else:
@@ -219,8 +203,34 @@ def evaluate(
 
 
 @cli.command()
-@_ARTIFACT
-@_FORMAT
+@click.argument("model")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The file to write.")
+@text_options("train")
+@click.option("--samples", type=int, default=32, show_default=True)
+@click.option("--sequence-length", type=int, default=512, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--overwrite", is_flag=True, help="Replace the file.")
+@click.option("--quiet", "-q", is_flag=True, help="Show no progress.")
+@JSON
+def imatrix(*, model: str, out: Path, overwrite: bool, quiet: bool, as_json: bool, **text: Any) -> None:
+    """Write an importance matrix of MODEL, as llama.cpp's tools and rtn read it: what its layers are fed."""
+    from compress.recipe import Calibration
+
+    _load_torch()
+    with _option_errors():
+        section = Calibration(**text)
+    from compress import importance, terminal
+
+    found = importance.collect(model, section, out, overwrite, terminal.progress(quiet))
+    if as_json:
+        _print_json(dataclasses.asdict(found))
+    else:
+        terminal.show_record("Importance matrix", dataclasses.asdict(found))
+
+
+@cli.command()
+@ARTIFACT
+@FORMAT
 @click.option("--prompt", help="Answer this and end; without it, one message a line from stdin.")
 @click.option("--system", help="The system message.")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest answer.")
@@ -263,7 +273,7 @@ def chat(
 
 @cli.command("list")
 @click.argument("what", type=click.Choice(["passes", "exporters", "recipes", "devices"]))
-@_JSON
+@JSON
 def list_(*, what: str, as_json: bool) -> None:
     """List what recipes can name, or what this machine offers."""
     from compress import listing, terminal

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from calibration.windows import Windows
 from compress import __version__
+from compress.journal import sha256_of
 from compress.prepare import Prepared
 from compress.recipe import to_dict
 from compress.runner.measure import cpu_model
@@ -39,6 +41,9 @@ def fingerprint(prepared: Prepared, calibration: Windows, weights: str) -> dict[
     for number, step in enumerate(recipe["passes"], 1):
         ((name, arguments),) = step.items()
         found |= {f"pass {number}": name, **dict(_flat(f"passes.{name}", arguments))}
+    for step in prepared.passes:
+        files = {key: value for key, value in vars(step.value).items() if isinstance(value, Path)}
+        found |= {f"passes.{step.name}.{key} (SHA-256)": sha256_of(path) for key, path in files.items()}
     found |= dict(_flat("recipe", {key: recipe[key] for key in ("ignore", "pin")}))
     if prepared.needs_tokens:
         found |= dict(_flat("calibration", recipe["calibration"]))

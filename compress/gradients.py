@@ -24,13 +24,13 @@ HEAD, EMBEDDING = -1, -2
 """What stands for the number of a block where :func:`sweep_back` hands over the head or the embedding."""
 
 
-def sweep_back(session: Session, samples: int, label: str, ends: bool = False) -> Iterator[tuple[int, nn.Module, Back]]:
+def sweep_back(session: Session, samples: int, label: str) -> Iterator[tuple[int, nn.Module, Back]]:
     """(index, block, what takes the loss gradient back through it), last block first, on the first ``samples`` windows.
 
     Call the third before going on: it runs the block forward and back, window by window, so gradients reach whatever
     was set to require them, or hooked, in the block. Padding has no loss, and no token before it looks at it: its
-    gradients are zero. ``label`` is what the progress bar says. With ``ends`` the head comes before the blocks and the
-    embedding after them, under the numbers HEAD and EMBEDDING.
+    gradients are zero. ``label`` is what the progress bar says. The head comes before the blocks and the embedding
+    after them, under the numbers HEAD and EMBEDDING; behind the embedding there is nothing to go back to.
     """
     decoder, tokens = session.decoder, session.tokens[:samples]
     layers = decoder.spec.layers
@@ -44,21 +44,16 @@ def sweep_back(session: Session, samples: int, label: str, ends: bool = False) -
             advance(1)
         gradient = entering.pop()
         with decoder.head() as head:
-            back = partial(_head_gradient, session, head, gradient)
-            if ends:
-                yield HEAD, decoder.output, back
-            else:
-                back()
+            yield HEAD, decoder.output, partial(_head_gradient, session, head, gradient)
         for index in reversed(range(layers)):
             inputs = entering.pop()
             with decoder.block(index) as module:
                 yield index, module, partial(_back, decoder, index, module, inputs, gradient)
             inputs.close()
             advance(1)
-        if ends:
-            weight = decoder.parameter(f"{decoder.spec.family.embedding}.weight")
-            module = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
-            yield EMBEDDING, module, partial(_embedding_gradient, decoder, module, tokens, gradient)
+        weight = decoder.parameter(f"{decoder.spec.family.embedding}.weight")
+        module = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
+        yield EMBEDDING, module, partial(_embedding_gradient, decoder, module, tokens, gradient)
         gradient.close()
 
 

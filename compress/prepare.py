@@ -14,6 +14,7 @@ from compress import registry
 from compress.activations import Spool
 from compress.errors import InputError
 from compress.fields import plain
+from compress.kv import FLOAT_CACHE
 from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import Decoder
 from compress.models.sources import open_model
@@ -22,6 +23,7 @@ from compress.protocols import SCOPES, Resource
 from compress.recipe import Recipe, Step
 from compress.report import PassRecord
 from compress.runner.observe import LIBRARIES
+from compress.runner.process import CHOOSES_CACHE
 from compress.runner.threads import resolve_threads
 from compress.scheme import INT8_G32, QuantScheme
 from compress.session import CompressedModel, Progress, Session, no_progress
@@ -121,9 +123,9 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     pinned = {**ends, **recipe.pinned(list(shapes))}
     prepared = Prepared(recipe, original, checkpoint, rewrites, spec, shapes, pinned, steps, threads)
     session = prepared.session(Path(), torch.zeros(0, 1, dtype=torch.int64), no_progress)
-    complaints = [*_missing_runtimes(recipe), *_too_long(recipe, spec)]
+    complaints = [*_missing_runtimes(recipe), *_too_long(recipe, spec), *_unfit_caches(recipe, spec)]
     unfit: list[str] = []
-    remarks: list[str] = []
+    remarks = list(original.remarks)
     plans = [session.plan, *(plan for step in prepared.of_scope("model") for plan in step.value.candidates(session))]
     biased = {layer for layer in shapes if f"{layer}.bias" in checkpoint.files}
     for step in recipe.export:
@@ -170,6 +172,17 @@ def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
     for name, length in lengths.items():
         if length > spec.max_positions:
             yield f"{name}: {length} tokens, and the model takes {spec.max_positions}"
+
+
+def _unfit_caches(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
+    """Types of a cache that no artifact's runtime would be given, or that this model's heads do not fit."""
+    cache = recipe.measure.cache if recipe.measure else FLOAT_CACHE
+    if cache == FLOAT_CACHE:
+        return
+    if not any(step.value.format in CHOOSES_CACHE for step in recipe.export):
+        formats = ", ".join(sorted(CHOOSES_CACHE))
+        yield f"measure: a cache of {cache} is for {formats} artifacts, and none is exported; ONNX has the pass kv"
+    yield from (f"measure: {text}" for text in cache.complaints(spec.head_dim, spec.head_dim))
 
 
 def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:

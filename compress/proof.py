@@ -11,11 +11,12 @@ from torch import Tensor
 
 from compress.activations import Spool
 from compress.errors import ParityError
+from compress.kv import FLOAT_CACHE
 from compress.models.decoder import Decoder
 from compress.prepare import PARITY_WINDOWS, Prepared
 from compress.protocols import Artifact, Exporter
 from compress.report import ArtifactRecord, Parity
-from compress.runner.process import Job, PerformanceSettings, QualitySettings, run_job
+from compress.runner.process import CHOOSES_CACHE, Job, PerformanceSettings, QualitySettings, run_job
 from compress.session import CompressedModel, Progress
 from compress.workspace import folder_bytes
 
@@ -146,7 +147,8 @@ def _job(prepared: Prepared, exporter: Exporter, artifact: Artifact, evidence: E
         )
     reference = None if evidence.reference is None else str(evidence.reference)
     quality = QualitySettings(str(evidence.tokens), reference, str(evidence.parity))
-    return Job(artifact.format, str(artifact.path / artifact.entry), prepared.threads, performance, quality)
+    cache = wanted.cache if wanted is not None and artifact.format in CHOOSES_CACHE else FLOAT_CACHE
+    return Job(artifact.format, str(artifact.path / artifact.entry), prepared.threads, performance, quality, cache)
 
 
 def _bits_per_weight(prepared: Prepared, exporter: Exporter, artifact: Artifact) -> float:

@@ -88,6 +88,9 @@ class Session:
     token_weights: dict[str, Tensor] = field(default_factory=dict)
     """float32 [samples, sequence_length]: what each token counts in the statistics of an input. Names are those of the
     first of the layers that read it, or of the module with a block's experts; without an entry all count the same."""
+    row_gram: dict[str, Tensor] = field(default_factory=dict)
+    """float32 [hidden, hidden] of the embedding: how fast the loss rises with an error in one of its rows, summed over
+    tokens. The embedding multiplies nothing, so there are no inputs that could say so."""
 
     def free_layers(self) -> Sequence[str]:
         """The layers whose scheme the passes may choose, in model order."""

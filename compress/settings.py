@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from calibration.text import TextSource
 from compress.fields import ByteSize
+from compress.kv import CacheType, CacheTypes
 from compress.patterns import assign
 from compress.scheme import QuantScheme
 
@@ -117,13 +118,23 @@ class Evaluate(CheckedSource):
 
 @dataclass(frozen=True)
 class Measure:
-    """How the speed of each artifact is measured: tokens in, tokens out, threads, repetitions."""
+    """How each artifact is run: tokens in, tokens out, threads, repetitions.
+
+    ``kv_keys`` and ``kv_values`` are what llama.cpp keeps keys and values of GGUF artifacts in, for speed and quality.
+    """
 
     prompt_tokens: int = 128
     generate_tokens: int = 64
     threads: int | Literal["auto"] = "auto"
     """auto: the CPUs that this process may use."""
     repeats: int = 3
+    kv_keys: CacheType = "f16"
+    kv_values: CacheType = "f16"
+
+    @property
+    def cache(self) -> CacheTypes:
+        """Both types of the cache."""
+        return CacheTypes(self.kv_keys, self.kv_values)
 
     def __post_init__(self) -> None:
         lines = _below(self, prompt_tokens=1, generate_tokens=1, repeats=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -61,6 +61,14 @@ class QuantizedTensor:
     def rows(self, chosen: Any) -> QuantizedTensor:
         """The rows that an index, or a slice, picks."""
         return QuantizedTensor(self.scheme, **{name: value[chosen] for name, value in self.tensors().items()})
+
+    @classmethod
+    def joined(cls, parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+        """The rows of ``parts`` of one scheme, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        tensors = [part.tensors() for part in parts]
+        return cls(parts[0].scheme, **{name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
 
     def dequantize(self) -> Tensor:
         """float32 [out, in], the same to the bit wherever it is computed.

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -48,6 +48,18 @@ class Part:
         return found
 
 
+class TensorFiles(Protocol):
+    """Gives the tensors of files: ``get_slice(name)`` and ``get_tensor(name)``, as safetensors has them."""
+
+    def get(self, path: Path) -> Any:
+        """The open file."""
+        ...
+
+    def count(self, nbytes: int) -> None:
+        """Note that so many bytes were read."""
+        ...
+
+
 class OpenFiles:
     """safetensors files, opened when they are wanted.
 
@@ -75,9 +87,10 @@ class OpenFiles:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Config, tokenizer folder and lazily read tensors. ``files`` maps each tensor name to its safetensors file.
+    """Config, tokenizer folder and lazily read tensors. ``files`` maps each tensor name to its file.
 
-    ``parts`` has the tensors that lie in others: name -> (tensor of the file, place in it).
+    ``parts`` has the tensors that lie in others: name -> (tensor of the file, place in it). ``opened`` reads them:
+    safetensors, if nothing else is said.
     """
 
     folder: Path
@@ -85,15 +98,17 @@ class Checkpoint:
     config: Mapping[str, Any]
     files: Mapping[str, Path]
     parts: Mapping[str, tuple[str, Place]] = field(default_factory=dict)
-    _opened: OpenFiles = field(default_factory=OpenFiles, repr=False, compare=False)
+    opened: TensorFiles = field(default_factory=OpenFiles, repr=False, compare=False)
+    remarks: tuple[str, ...] = ()
+    """What a report on the model should say."""
 
     def _file(self, tensor: str) -> Any:
-        return self._opened.get(self.files[tensor])
+        return self.opened.get(self.files[tensor])
 
     def tensor(self, name: str) -> Tensor:
         """The tensor in its stored dtype; KeyError if the checkpoint has none of that name."""
         found: Tensor = self.slice(name)[:] if name in self.parts else self._file(name).get_tensor(name)
-        self._opened.count(found.nbytes)
+        self.opened.count(found.nbytes)
         return found
 
     def slice(self, name: str) -> Any:

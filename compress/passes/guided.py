@@ -8,10 +8,10 @@ group of outputs): the passes then lower what an error does to the model's predi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compress.protocols import Resource
 from compress.report import PassRecord
@@ -19,6 +19,8 @@ from compress.report import PassRecord
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from calibration.stats import InputStats
+    from compress.gradients import Back
     from compress.models.topology import DecoderSpec
     from compress.scheme import QuantScheme
     from compress.session import Session
@@ -31,7 +33,8 @@ class Guided:
     """Weigh each calibration token by what an error at that token would do to the model's predictions.
 
     Layers that read the same input share one weight, the sum of theirs. A routed expert's tokens count with the
-    gradient at the experts' common output, times the squared weight that the router gave the expert.
+    gradient at the experts' common output, times the squared weight that the router gave the expert. Of the embedding's
+    rows it finds how fast the loss rises with their errors, whether or not they are the head's too.
     """
 
     scope: ClassVar[Literal["model"]] = "model"
@@ -52,34 +55,88 @@ class Guided:
         return samples
 
     def apply(self, session: Session) -> PassRecord:
-        """Fill ``session.token_weights``."""
+        """Fill ``session.token_weights`` and ``session.row_gram``."""
+        from calibration.stats import InputStats
+        from compress.gradients import EMBEDDING, HEAD, sweep_back
+
         started = time.perf_counter()
-        session.token_weights.update(token_weights(session))
-        spread = [_half_share(weights[weights > 0]) for weights in session.token_weights.values()]
+        spec, weights = session.decoder.spec, session.token_weights
+        rows = InputStats(spec.hidden_size)
+        for index, module, back in sweep_back(session, len(session.tokens), "token weights"):
+            if index == EMBEDDING:
+                # What goes back ends at its output.
+                module.requires_grad_(False)
+                with _gradients(module, lambda _, gradient: rows.update(gradient)):
+                    back()
+            elif index == HEAD:
+                weights[spec.family.head] = _head_weights(session, module, back, rows)
+            else:
+                weights |= _block_weights(session, index, module, back)
+        session.row_gram[spec.family.embedding] = rows.gram
+        spread = [_half_share(found[found > 0]) for found in weights.values()]
         summary = {"inputs": len(spread), "half_of_the_weight_on": sum(spread) / max(len(spread), 1)}
         return PassRecord("guided", {}, time.perf_counter() - started, summary=summary)
 
 
-def token_weights(session: Session) -> Iterator[tuple[str, Tensor]]:
-    """(name, squared norm of the loss gradient at the output, float32 [windows, length]), last block first.
+def _block_weights(session: Session, index: int, module: nn.Module, back: Back) -> dict[str, Tensor]:
+    """Name -> squared norm of the loss gradient at the output, float32 [windows, length], of block ``index``.
 
     The name is that of the first of the layers that read one input, or of the module that holds a block's experts.
     """
     import torch
 
-    from compress.gradients import sweep_back
+    found: dict[str, list[Tensor]] = {}
+    with ExitStack() as hooks:
+        for name, part in _watched(session.decoder.spec, index, module):
+            hooks.enter_context(_gradients(part, _keep(found.setdefault(name, []))))
+        back()
+    # In each window the layers that read one input came one after another.
+    windows, length = session.tokens.shape
+    return {
+        name: torch.stack([part.reshape(-1) for part in kept]).view(windows, -1, length).sum(1)
+        for name, kept in found.items()
+    }
 
-    spec = session.decoder.spec
-    for index, module, back in sweep_back(session, len(session.tokens), "token weights"):
-        found: dict[str, list[Tensor]] = {}
-        with ExitStack() as hooks:
-            for name, part in _watched(spec, index, module):
-                hooks.callback(part.register_forward_hook(_keep(found.setdefault(name, []))).remove)
-            back()
-        for name, kept in found.items():
-            # In each window the layers that read one input came one after another.
-            windows, length = session.tokens.shape
-            yield name, torch.stack([part.reshape(-1) for part in kept]).view(windows, -1, length).sum(1)
+
+def _head_weights(session: Session, module: nn.Module, back: Back, rows: InputStats) -> Tensor:
+    """The same of the head. What a tied one multiplies goes into ``rows`` with these weights, as does its curvature.
+
+    Of the Fisher information of row v, (p - y)_v^2 x xT over tokens, that is the mean over rows, times their number;
+    and so is g gT of the embedding, for gradients g at its output: what is added to the loss by a row of both is a sum.
+    """
+    import torch
+
+    kept: list[Tensor] = []
+
+    def take(inputs: Tensor, gradient: Tensor) -> None:
+        kept.append(gradient.square().sum(-1).reshape(-1))
+        if session.decoder.spec.tied:
+            rows.update(inputs, kept[-1])
+
+    with _gradients(module, take):
+        back()
+    return torch.cat(kept).view(session.tokens.shape)
+
+
+@contextmanager
+def _gradients(module: nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Call ``take`` with the input, and the loss gradient at the output, each time ``module`` is gone back through."""
+
+    def hook(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+        entered = given[0].detach()
+        if not output.requires_grad:
+            output.requires_grad_(True)
+        output.register_hook(lambda gradient: take(entered, gradient))  # type: ignore[no-untyped-call]
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _keep(kept: list[Tensor]) -> Callable[[Tensor, Tensor], None]:
+    return lambda _, gradient: kept.append(gradient.square().sum(-1))
 
 
 def _watched(spec: DecoderSpec, index: int, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -91,15 +148,6 @@ def _watched(spec: DecoderSpec, index: int, module: nn.Module) -> Iterator[tuple
     if spec.expert_linears(index):
         assert spec.family.experts is not None
         yield f"{block}.{spec.family.experts.module}", module.get_submodule(spec.family.experts.module)
-
-
-def _keep(kept: list[Tensor]) -> Any:
-    """A forward hook that notes the squared norms of the gradient at each output."""
-
-    def hook(_: nn.Module, given: Any, output: Tensor) -> None:
-        output.register_hook(lambda gradient: kept.append(gradient.square().sum(-1)))  # type: ignore[no-untyped-call]
-
-    return hook
 
 
 def _half_share(weights: Tensor) -> float:

@@ -269,12 +269,13 @@ def fisher_information(session: Session, samples: int, wanted: set[str]) -> Iter
     decoder, spec = session.decoder, session.decoder.spec
     real = session.tokens[:samples].numel() if session.real is None else int(session.real[:samples].sum())
     tied: list[Tensor] = []
-    for index, module, back in sweep_back(session, samples, "sensitivity", ends=bool(wanted & set(spec.ends))):
+    for index, module, back in sweep_back(session, samples, "sensitivity"):
         if index in (HEAD, EMBEDDING):
             layer = spec.ends[0 if index == EMBEDDING else -1]
             weight = module.get_parameter("weight").requires_grad_(layer in wanted)
             with _squared_gradients({layer: weight} if layer in wanted else {}, real) as fisher:
-                back()
+                if index == HEAD or layer in wanted:
+                    back()
             weight.requires_grad_(False)
             if layer in wanted and spec.tied and index == HEAD:
                 tied.append(fisher[layer])

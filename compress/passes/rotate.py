@@ -82,6 +82,7 @@ class Rotate:
             config,
             files,
             checkpoint.parts,
+            checkpoint.opened,
             computed=work.computed(),
             shapes=shapes,
         )

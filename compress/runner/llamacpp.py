@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compress.errors import CompressError, InputError
+from compress.kv import CACHE_TYPES, FLOAT_CACHE, CacheTypes
+from compress.models.gguf.header import read_metadata
 
 INSTALL = (
     'CXXFLAGS="-fno-tree-dse -fno-dse" CMAKE_ARGS="-DLLAVA_BUILD=OFF" CMAKE_BUILD_PARALLEL_LEVEL=2 '
@@ -31,6 +34,8 @@ LOGITS_BATCH = 128
 _LOG_ERROR, _LOG_CONTINUE = 4, 5
 _LOG_WARN = 2
 _KEPT_LINES = 8
+_CACHE_LINE = re.compile(r"KV buffer size = +([\d.]+) MiB")
+_MIB = 1 << 20
 
 
 class _Log:
@@ -41,6 +46,8 @@ class _Log:
 
     def __init__(self, library: Any) -> None:
         self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.cache_mib: list[float] = []
+        """Size of each buffer of a key/value cache that llama.cpp said it has made."""
         self._level = 0
         # The C library keeps the pointer only: without this reference the callback would be freed under it.
         self._callback = library.llama_log_callback(self._receive)
@@ -52,6 +59,8 @@ class _Log:
         line = text.decode(errors="replace").strip()
         if level in (_LOG_WARN, _LOG_ERROR) or "error" in line:
             self.lines.append(line)
+        if (found := _CACHE_LINE.search(line)) is not None:
+            self.cache_mib.append(float(found[1]))
 
     def take(self) -> str:
         """The kept lines, newest last, and forget them."""
@@ -83,9 +92,11 @@ def _library() -> tuple[Any, _Log]:
 
 
 class LlamaCppRuntime:
-    """One GGUF file, one sequence at a time, on the CPU, with an fp16 KV cache."""
+    """One GGUF file, one sequence at a time, on the CPU, with a key/value cache of the types ``cache``."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: CacheTypes = FLOAT_CACHE) -> None:
+        self._cache = cache
+        self._cache_mib: list[float] = []
         self._model: Any = None
         self._context: Any = None
         self._vocabulary: Any = None
@@ -104,6 +115,7 @@ class LlamaCppRuntime:
         if not entry.is_file():
             raise InputError("there is no such file", where=str(entry), fix="give the .gguf file of an artifact")
         self.close()
+        self._check_cache(entry)
         library, log = _library()
         log.take()
         options = library.llama_model_default_params()
@@ -115,14 +127,36 @@ class LlamaCppRuntime:
         settings.n_ctx = context
         settings.n_batch = settings.n_ubatch = min(PREFILL_BATCH, context)
         settings.n_threads = settings.n_threads_batch = threads
-        settings.type_k = settings.type_v = library.GGML_TYPE_F16
+        settings.type_k, settings.type_v = (CACHE_TYPES[kind].number for kind in (self._cache.keys, self._cache.values))
+        flash = {None: "AUTO", True: "ENABLED", False: "DISABLED"}[self._cache.flash]
+        settings.flash_attn_type = getattr(library, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
+        # Blocks with a window get a cache of its size, as in llama.cpp's own programs.
+        settings.swa_full = False
+        log.cache_mib.clear()
         self._context = library.llama_init_from_model(self._model, settings)
         if not self._context:
             self.close()
-            raise InputError(f"llama.cpp cannot make a context of {context} tokens: {log.take()}", where=str(entry))
+            raise InputError(
+                f"llama.cpp cannot make a context of {context} tokens with a cache of {self._cache}: {log.take()}",
+                where=str(entry),
+            )
+        self._cache_mib = list(log.cache_mib)
         self._vocabulary = library.llama_model_get_vocab(self._model)
         self._vocab_size = library.llama_vocab_n_tokens(self._vocabulary)
         self._limit = min(context, library.llama_model_n_ctx_train(self._model))
+
+    def _check_cache(self, entry: Path) -> None:
+        """InputError where the heads of the file don't fit the blocks of the cache, before anything is loaded."""
+        if all(CACHE_TYPES[kind].block == 1 for kind in (self._cache.keys, self._cache.values)):
+            return
+        found = read_metadata(entry)
+        prefix = f"{found.get('general.architecture')}."
+        heads, hidden = (int(found.get(prefix + key, 0)) for key in ("attention.head_count", "embedding_length"))
+        usual = hidden // heads if heads else 0
+        widths = (int(found.get(f"{prefix}attention.{part}_length", usual)) for part in ("key", "value"))
+        complaints = self._cache.complaints(*widths)
+        if complaints:
+            raise InputError("\n".join(complaints), where=str(entry), fix="leave them in f16")
 
     def prefill(self, tokens: NDArray[np.int64], all_logits: bool = False) -> NDArray[np.float32]:
         """Start a new sequence; float32 logits [vocab] after the last token, or [tokens, vocab]."""
@@ -178,19 +212,35 @@ class LlamaCppRuntime:
         return found.copy()
 
     def kv_bytes(self, context: int) -> int:
-        """Bytes of the fp16 keys and values of ``context`` tokens, from the file's own dimensions (computed)."""
+        """Bytes of the keys and values of ``context`` tokens in every block, from the file's own dimensions."""
         library, _ = _library()
         self._ready()
         rows = int(library.llama_model_n_layer(self._model) * library.llama_model_n_head_kv(self._model))
         usual = library.llama_model_n_embd(self._model) // library.llama_model_n_head(self._model)
         prefix = f"{self.metadata('general.architecture')}.attention"
         widths = (self.metadata(f"{prefix}.{part}_length") or usual for part in ("key", "value"))
-        return context * rows * sum(map(int, widths)) * np.dtype(np.float16).itemsize
+        return context * rows * self._cache.bytes_per_token(*map(int, widths))
+
+    def _reserved(self) -> tuple[int, str]:
+        """(bytes of the cache that llama.cpp has made, how that is known).
+
+        It says so in MiB with two digits: where the computed number rounds to that, it is the exact one. Blocks that
+        see a window only have smaller caches, which no formula here knows.
+        """
+        library, _ = _library()
+        computed, said = self.kv_bytes(library.llama_n_ctx(self._ready())), sum(self._cache_mib)
+        what = f"the cache ({self._cache}) that llama.cpp made when it loaded"
+        if not self._cache_mib:
+            return computed, f"computed: by its shape, {what}; its log did not say"
+        if abs(computed / _MIB - said) <= 0.005 * len(self._cache_mib) + 1e-9:
+            return computed, f"measured: {what}, {said:.2f} MiB by its log, exact by its shape"
+        return round(said * _MIB), f"measured: {what}, {said:.2f} MiB by its log"
 
     def describe(self) -> dict[str, Any]:
         """Library version, the CPU features it uses, and the threads and context that are really in force."""
         library, _ = _library()
         context = self._ready()
+        reserved, how = self._reserved()
         return {
             "library": "llama-cpp-python",
             "version": version("llama-cpp-python"),
@@ -201,8 +251,9 @@ class LlamaCppRuntime:
             # "passive" lets idle threads sleep; otherwise they spin, which collapses beside other load.
             "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
             "context": library.llama_n_ctx(context),
-            "kv_type": "f16",
-            "kv_bytes": self.kv_bytes(library.llama_n_ctx(context)),
+            "kv_type": str(self._cache),
+            "kv_bytes": reserved,
+            "kv_how": how,
         }
 
     def metadata(self, key: str) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from compress.errors import CompressError
+from compress.kv import FLOAT_CACHE, CacheTypes
 from compress.protocols import Artifact, Runtime
 from compress.report import Measurement, Performance
 from compress.runner.artifact import weight_files
@@ -21,10 +22,15 @@ from compress.session import Progress, no_progress
 
 
 def bench(
-    artifact: Artifact, settings: PerformanceSettings, threads: int, progress: Progress = no_progress
+    artifact: Artifact,
+    settings: PerformanceSettings,
+    threads: int,
+    progress: Progress = no_progress,
+    cache: CacheTypes = FLOAT_CACHE,
 ) -> Performance:
     """Measure an artifact in a fresh process."""
-    result = run_job(Job(artifact.format, str(artifact.path / artifact.entry), threads, settings), progress)
+    job = Job(artifact.format, str(artifact.path / artifact.entry), threads, settings, cache=cache)
+    result = run_job(job, progress)
     if result.performance is None:
         raise CompressError("the runner's process answered without a performance", where=str(artifact.path))
     return result.performance
@@ -122,7 +128,7 @@ def _memory(found: Found, device: str) -> dict[str, Measurement]:
         ),
         "kv": (
             kv,
-            "computed: the cache that the runtime reserves when it loads, by its shape"
+            found.described.get("kv_how", "computed: the cache that the runtime reserves when it loads, by its shape")
             if found.kv_bytes is not None
             else "computed: 0, since the runtime does not say; contained in weights and activations",
         ),

@@ -106,7 +106,7 @@ def observe(kind: Callable[[], Runtime], job: Job, settings: PerformanceSettings
             touched=touched,
             generating=generating,
             steady=steady,
-            kv_bytes=runtime.kv_bytes(int(described.get("context", context))) if isinstance(runtime, Sized) else None,
+            kv_bytes=_kv_bytes(runtime, described, context),
             mapped_bytes=mapped,
             load_s=load_s,
             cached=cached,
@@ -116,6 +116,13 @@ def observe(kind: Callable[[], Runtime], job: Job, settings: PerformanceSettings
         )
     finally:
         runtime.close()
+
+
+def _kv_bytes(runtime: Runtime, described: Mapping[str, Any], context: int) -> int | None:
+    """What the runtime says that it has reserved, or computes; None where it does neither."""
+    if "kv_bytes" in described:
+        return int(described["kv_bytes"])
+    return runtime.kv_bytes(int(described.get("context", context))) if isinstance(runtime, Sized) else None
 
 
 def _import_library(format: str) -> None:

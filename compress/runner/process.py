@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from compress import errors
+from compress.kv import CACHE_TYPES, FLOAT_CACHE, CacheTypes
 from compress.report import Performance, Quality, decode
 from compress.runner.ort import NO_SPIN_VARIABLE
 from compress.session import Progress, no_progress
 
+CHOOSES_CACHE = frozenset({"gguf"})
+"""Formats whose runtime takes the types of its key/value cache when it runs."""
 _STDERR_LINES = 12
 _TRACE_LINES = 4
 _SOURCES = Path(errors.__file__).resolve().parents[1]
@@ -60,13 +63,18 @@ class QualitySettings:
 
 @dataclass(frozen=True)
 class Job:
-    """One artifact and what to find out about it. ``entry`` is the file that the runtime of ``format`` opens."""
+    """One artifact and what to find out about it. ``entry`` is the file that the runtime of ``format`` opens.
+
+    ``cache`` is for runtimes that take the types of their key/value cache when they run; parity is always compared with
+    the usual ones.
+    """
 
     format: str
     entry: str
     threads: int
     performance: PerformanceSettings | None = None
     quality: QualitySettings | None = None
+    cache: CacheTypes = FLOAT_CACHE
 
     def __post_init__(self) -> None:
         counts = {"threads": self.threads}
@@ -81,6 +89,9 @@ class Job:
         wrong = [f"{name} is {value}, but must be at least 1" for name, value in counts.items() if value < 1]
         if self.quality is not None and self.quality.reference is None and self.quality.parity is None:
             wrong.append("quality needs reference or parity logits")
+        kinds = {"keys": self.cache.keys, "values": self.cache.values}
+        wrong += [f"{what} of the cache: no type '{kind}'" for what, kind in kinds.items() if kind not in CACHE_TYPES]
+        wrong += cache_complaints(self.format, self.cache)
         if wrong:
             raise errors.InputError("\n".join(wrong))
 
@@ -106,6 +117,13 @@ class JobResult:
     exact_kld: float | None = None
     """As ``parity_kld``, without rounded activations, over the first of its windows; None where that cannot be had."""
     exact_tokens: int = 0
+
+
+def cache_complaints(format: str, cache: CacheTypes) -> list[str]:
+    """Why artifacts of ``format`` cannot be run with a cache of such types."""
+    if cache == FLOAT_CACHE or format in CHOOSES_CACHE:
+        return []
+    return [f"a cache of {cache} was asked for: what runs {format} files takes the cache's type from the file"]
 
 
 def run_job(job: Job, progress: Progress = no_progress) -> JobResult:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compress.errors import CompressError, InputError
+from compress.kv import FLOAT_CACHE, CacheTypes
 from compress.protocols import Artifact, Runtime
 from compress.report import Quality
 from compress.runner.process import Job, JobResult, QualitySettings, run_job
@@ -68,6 +69,7 @@ def evaluate(
     reference: Path | None = None,
     parity: Path | None = None,
     progress: Progress = no_progress,
+    cache: CacheTypes = FLOAT_CACHE,
 ) -> JobResult:
     """Compare an artifact in a fresh process. See :class:`~compress.runner.process.QualitySettings` for the files."""
     files = QualitySettings(
@@ -75,7 +77,8 @@ def evaluate(
         reference=None if reference is None else str(reference.absolute()),
         parity=None if parity is None else str(parity.absolute()),
     )
-    return run_job(Job(artifact.format, str(artifact.path / artifact.entry), threads, quality=files), progress)
+    job = Job(artifact.format, str(artifact.path / artifact.entry), threads, quality=files, cache=cache)
+    return run_job(job, progress)
 
 
 def open_files(settings: QualitySettings) -> Files:

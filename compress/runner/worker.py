@@ -7,13 +7,15 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from compress import registry
 from compress.errors import CompressError
+from compress.kv import FLOAT_CACHE
 from compress.protocols import Runtime
 from compress.runner.process import Job, JobResult
 from compress.session import Advance
@@ -63,15 +65,24 @@ def do(job: Job, channel: Channel) -> JobResult:
     """Measure first, in the untouched process; then compare logits."""
     from compress.runner import measure, quality
 
-    kind: type[Runtime] = registry.load("runtimes", job.format)
+    kind = registry.load("runtimes", job.format)
+    # Only runtimes that choose their cache are given one: a job for others refuses it.
+    asked: Callable[[], Runtime] = kind if job.cache == FLOAT_CACHE else partial(kind, job.cache)
     performance = None
     described: Mapping[str, Any] = {}
     if job.performance is not None:
-        performance, described = measure.measure(kind, job, job.performance, channel.progress)
+        performance, described = measure.measure(asked, job, job.performance, channel.progress)
     if job.quality is None:
         return JobResult(dict(described), performance)
     files = quality.open_files(job.quality)
-    scored, described = _score(kind(), files, job, channel)
+    if job.cache == FLOAT_CACHE:
+        scored, described = _score(kind(), files, job, channel)
+    else:
+        # The torch model that parity compares with attends to unrounded keys and values.
+        scored, described = _score(asked(), dataclasses.replace(files, parity=None), job, channel)
+        if files.parity is not None:
+            plain, _ = _score(kind(), dataclasses.replace(files, reference=None), job, channel)
+            scored = dataclasses.replace(plain, quality=scored.quality)
     exact, exact_kld, exact_tokens = kind.exact(), None, 0
     if exact is not None and files.parity is not None:
         # One window: without integer kernels this is many times slower.

@@ -21,7 +21,7 @@ from compress.models.topology import describe
 from compress.prepare import layer_shapes
 from compress.protocols import Resource
 from compress.report import LayerRecord
-from compress.scheme import INT8_G32
+from compress.scheme import INT8_G32, QuantScheme
 from compress.session import Block, CompressedModel, Session
 from compress.store import Store
 
@@ -155,19 +155,24 @@ def compressed(
     tokens: Tensor,
     real: Tensor | None = None,
     spool: Spool | None = None,
+    ends: QuantScheme | None = INT8_G32,
+    blocks: bool = True,
 ) -> Compressed:
-    """Run ``passes`` (planners first) over the checkpoint in ``folder``; embedding and head get 8 bits.
+    """Run ``passes`` (planners first) over the checkpoint in ``folder``; embedding and head become ``ends``.
 
-    ``real``: False where ``tokens`` are padding.
+    ``real``: False where ``tokens`` are padding. ``blocks`` false: the blocks' layers stay in floating point.
     """
     checkpoint = open_checkpoint(folder)
     spec = describe(checkpoint.config)
     shapes, store = layer_shapes(checkpoint, spec), Store(workdir)
     names = tuple(checkpoint.files)
     model = CompressedModel(checkpoint.config, folder, "tiny", spec.tied, shapes, store, checkpoint.tensor, names)
-    ends = dict.fromkeys(spec.ends, INT8_G32)
+    pinned: dict[str, QuantScheme | None] = dict.fromkeys(spec.ends, ends)
+    if not blocks:
+        pinned |= dict.fromkeys(spec.all_linears())
+    plan = {layer: scheme for layer, scheme in pinned.items() if scheme is not None}
     decoder = Decoder(checkpoint, model.parameter, spool)
-    session = Session(decoder, tokens, store, shapes, dict(ends), dict(ends), real=real)
+    session = Session(decoder, tokens, store, shapes, pinned, plan, real=real)
     assert [text for step in passes for text in step.check(session)] == []
     for step in passes:
         if step.scope == "model":

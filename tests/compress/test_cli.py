@@ -17,6 +17,7 @@ import exporters
 from compress import registry
 from compress.__main__ import main
 from compress.errors import GateError, InputError, ParityError
+from compress.kv import CacheTypes
 from compress.recipe import BUNDLED, Evaluate, Measure, Recipe
 from compress.report import GateRecord, Report
 from tests.compress.exported import export
@@ -198,7 +199,7 @@ def test_bench_and_eval_pass_their_options_on(engine: Install, artifacts: Path) 
     assert main(["eval", str(artifacts), "--format", "onnx", "--reference", "m", "--windows", "3"]) == 2
     assert calls == [
         ((artifacts / "gguf/model.gguf", Measure(threads=1, repeats=5)), {}),
-        ((artifacts / "onnx/model.onnx", "m", Evaluate(windows=3)), {}),
+        ((artifacts / "onnx/model.onnx", "m", Evaluate(windows=3)), {"cache": CacheTypes()}),
     ]
 
 
@@ -248,7 +249,7 @@ def test_everything_that_a_recipe_can_name_is_listed(what: Any, capsys: pytest.C
 def test_defaults_and_required_arguments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "passes", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["rtn"]["arguments"] == {"scheme": "int4-g32", "search": True}
+    assert rows["rtn"]["arguments"] == {"scheme": "int4-g32", "search": True, "importance": None}
     assert rows["mixed"]["required"] == []
     assert rows["mixed"]["arguments"]["target_bits"] is None
     assert rows["mixed"]["arguments"]["choices"] == ["int4-g32", "int8-g32"]

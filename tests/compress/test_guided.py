@@ -18,9 +18,11 @@ from compress.passes.mixed import Mixed
 from compress.passes.rtn import Rtn
 from compress.prepare import in_order
 from compress.recipe import Step
+from compress.scheme import QuantScheme
 from compress.session import Session
 from compress.store import Store
 from tests.compress.families import ROUTED, VARIANTS, Watch, compressed, saved, tokens_of, whole_model
+from tests.reference.guided import row_gram
 from tests.reference.guided import token_weights as of_the_whole_model
 from tests.support import mean_kld
 
@@ -30,9 +32,10 @@ def session_of(folder: Path, tokens: torch.Tensor, real: torch.Tensor | None = N
 
 
 def watched(session: Session) -> dict[str, list[str]]:
-    """What each weight comes from: layers that read one input, and the modules that hold experts."""
+    """What each weight comes from: the head, layers that read one input, and the modules that hold experts."""
     spec = session.decoder.spec
-    found = {layers[0]: layers for index in range(spec.layers) for layers in spec.shared_inputs(index)}
+    found = {spec.family.head: [spec.family.head]}
+    found |= {layers[0]: layers for index in range(spec.layers) for layers in spec.shared_inputs(index)}
     for index in range(spec.layers):
         if spec.expert_linears(index):
             assert spec.family.experts is not None
@@ -52,6 +55,30 @@ def test_weights_are_the_gradients_of_the_whole_model(variant: str, tmp_path: Pa
     for name, weights in expected.items():
         found = session.token_weights[name].double()
         torch.testing.assert_close(found, weights, rtol=2e-3, atol=1e-6 * float(weights.max()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_curvature_by_the_embeddings_rows_is_that_of_the_whole_model(variant: str, tmp_path: Path) -> None:
+    folder, tokens = saved(variant, tmp_path / "model"), tokens_of(3, 20)
+    session = session_of(folder, tokens)
+    Guided().apply(session)
+    spec = session.decoder.spec
+    expected = row_gram(whole_model(folder), tokens, spec.family.head, spec.tied, session.seed)
+    assert list(session.row_gram) == [spec.family.embedding]
+    found = session.row_gram[spec.family.embedding].double()
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gptq_makes_up_for_errors_in_the_embedding(tied: bool, tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "model", hidden_size=64, tie_word_embeddings=tied)
+    tokens, unseen = tokens_of(24, 48), torch.randint(0, 320, (16, 48), generator=torch.Generator().manual_seed(1))
+    reference = whole_model(folder)(unseen).logits.detach()
+    klds = []
+    for name, passes in (("plain", [Gptq()]), ("guided", [Guided(), Gptq()])):
+        made = compressed(folder, tmp_path / name, passes, tokens, ends=QuantScheme(4, 32), blocks=False)
+        klds.append(mean_kld(reference, made.replaced(tmp_path / f"{name} model")(unseen).logits.detach()))
+    assert klds[1] < klds[0]
 
 
 def test_padding_weighs_nothing(tmp_path: Path) -> None:
@@ -87,12 +114,14 @@ def test_every_weight_reaches_its_statistics(variant: str, tmp_path: Path) -> No
     plain, guided = Watch(), Watch()
     compressed(folder, tmp_path / "plain", [plain], tokens)
     after = compressed(folder, tmp_path / "guided", [Guided(), guided], tokens).session
-    assert plain.seen.keys() == guided.seen.keys()
     spec = after.decoder.spec
+    embedding = spec.family.embedding
+    assert guided.seen.pop(embedding).gram is after.row_gram[embedding]
+    assert plain.seen.keys() == guided.seen.keys()
     for name, stats in plain.seen.items():
         assert guided.seen[name].tokens == stats.tokens
-        if name not in spec.ends and stats.tokens:
-            assert not torch.allclose(guided.seen[name].importance, stats.importance, rtol=0.01)
+        if stats.tokens:
+            assert not torch.allclose(guided.seen[name].importance, stats.importance, rtol=1e-4)
     for index in range(spec.layers):
         for layers in spec.shared_inputs(index):
             mass = float(after.token_weights[layers[0]].sum())
@@ -145,6 +174,8 @@ def test_the_weights_survive_a_resume(tmp_path: Path) -> None:
     restore(other, state, tmp_path / "state.safetensors")
     assert other.token_weights.keys() == session.token_weights.keys()
     assert all(torch.equal(other.token_weights[name], found) for name, found in session.token_weights.items())
+    assert other.row_gram.keys() == session.row_gram.keys()
+    assert all(torch.equal(other.row_gram[name], found) for name, found in session.row_gram.items())
 
 
 def test_a_pass_whose_work_nobody_reads_is_refused() -> None:

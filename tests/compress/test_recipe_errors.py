@@ -24,7 +24,10 @@ class Unwritable:
         ("calibration: {sampels: 8}", "calibration.sampels: unknown key; did you mean 'samples'?"),
         ("evaluate: {window: 8}", "evaluate.window: unknown key; did you mean 'windows'?"),
         ("gates: {max_kdl: 0.1}", "gates.max_kdl: unknown key; did you mean 'max_kld'?"),
-        ("measure: {zzz: 1}", "measure.zzz: unknown key; known: prompt_tokens, generate_tokens, threads, repeats"),
+        (
+            "measure: {zzz: 1}",
+            "measure.zzz: unknown key; known: prompt_tokens, generate_tokens, threads, repeats, kv_keys, kv_values",
+        ),
         ("samples: 8", "samples: unknown key here; it belongs under calibration"),
         ("calibration: {threads: 2}", "calibration.threads: unknown key here; it belongs under measure"),
         ("measure: {sequence_length: 2}", "measure.sequence_length: unknown key here; it belongs under calibration or evaluate"),

@@ -15,9 +15,9 @@ import torch
 
 from compress.errors import InputError
 from compress.models import sources
-from compress.models.builtin import convert_llama_gguf
+from compress.models.cache import cache_folder
 from compress.models.checkpoint import open_checkpoint
-from compress.models.sources import cache_folder, open_model
+from compress.models.sources import convert, open_model
 from tests.support import mean_kld, tiny_llama
 
 BUILTIN = "builtin:smollm2-135m"
@@ -46,7 +46,7 @@ def test_a_folder_goes_before_a_hub_id_of_the_same_name(tmp_path: Path, monkeypa
         ("nowhere", "no such model folder"),
         ("a/b/c", "no such model folder"),
         ("~nobody-of-that-name/model", "no such user"),
-        ("model.gguf", "a GGUF file cannot be the source model"),
+        ("model.gguf", "there is no such file"),
         ("bad name/with spaces", "model hub did not give it"),
         ("-org/..", "model hub did not give it"),
         ("builtin:smollm2", "no builtin model 'smollm2'; did you mean 'smollm2-135m'?"),
@@ -159,6 +159,7 @@ def _write_vocabulary(writer: Any) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|endoftext|>", *letters, "Ġa", "11", "aa"]
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3] + [1] * (len(tokens) - 1))
     writer.add_token_merges(["Ġ a", "1 1", "a a"])
@@ -179,7 +180,7 @@ def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
 def test_the_conversion_gives_every_weight_its_name_and_its_rows(tmp_path: Path) -> None:
     expected = write_gguf(tmp_path / "small.gguf", interleaved)
     (tmp_path / "out").mkdir()
-    convert_llama_gguf(tmp_path / "small.gguf", tmp_path / "out")
+    convert(tmp_path / "small.gguf", tmp_path / "out")
     checkpoint = open_checkpoint(tmp_path / "out")
     assert set(checkpoint.files) == set(expected)
     for name, values in expected.items():
@@ -194,7 +195,7 @@ def test_the_converted_tokenizer_takes_digits_one_by_one(tmp_path: Path) -> None
 
     write_gguf(tmp_path / "small.gguf", interleaved)
     (tmp_path / "out").mkdir()
-    convert_llama_gguf(tmp_path / "small.gguf", tmp_path / "out")
+    convert(tmp_path / "small.gguf", tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.tokenize("aa a11a<|endoftext|>") == ["aa", "Ġa", "1", "1", "a", "<|endoftext|>"]
     assert tokenizer.decode(tokenizer("a 42 é 中").input_ids) == "a 42 é 中"
@@ -221,7 +222,7 @@ def test_the_builtin_model_is_converted_once_into_the_cache(
     checkpoint = open_model(BUILTIN)
     assert checkpoint.folder.is_relative_to(small_builtin)
     assert checkpoint.name == "SmolLM2-135M-Instruct"
-    monkeypatch.setattr("compress.models.builtin.convert_llama_gguf", lambda *_: pytest.fail("converted again"))
+    monkeypatch.setattr("compress.models.sources.convert", lambda *_: pytest.fail("converted again"))
     assert open_model(BUILTIN).folder == checkpoint.folder
     assert [path.name for path in (small_builtin / "builtin").iterdir()] == [checkpoint.folder.name]
 
@@ -232,7 +233,7 @@ def test_a_conversion_that_fails_leaves_nothing(small_builtin: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("compress.models.builtin.convert_llama_gguf", full)
+        patch.setattr("compress.models.sources.convert", full)
         with pytest.raises(InputError, match="No space left on device") as caught:
             open_model(BUILTIN)
     assert "EDGEPRESS_CACHE" in str(caught.value)
@@ -251,11 +252,11 @@ def test_conversions_at_the_same_time_end_with_one_good_folder(
 ) -> None:
     together = Barrier(3, timeout=60)
 
-    def convert(gguf: Path, folder: Path) -> None:
-        convert_llama_gguf(gguf, folder)
+    def slowly(gguf: Path, folder: Path) -> None:
+        convert(gguf, folder)
         together.wait()
 
-    monkeypatch.setattr("compress.models.builtin.convert_llama_gguf", convert)
+    monkeypatch.setattr("compress.models.sources.convert", slowly)
     with ThreadPoolExecutor(3) as pool:
         opened = list(pool.map(open_model, [BUILTIN] * 3))
     assert together.n_waiting == 0

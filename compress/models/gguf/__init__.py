@@ -1,0 +1,1 @@
+"""GGUF files as source models, and the importance matrices of llama.cpp."""

@@ -1,0 +1,34 @@
+"""The benchmark of caches on a tiny model, at a short context: every file with every cache is scored and timed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kv_cache
+from compress.kv import CacheTypes
+from tests.compress.runs import sentences
+from tests.support import tiny_llama
+
+
+def test_every_cache_is_scored_against_the_float_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama(tmp_path / "model", head_dim=32, max_position_embeddings=1024)
+    for number, name in enumerate(("calibration", "evaluation")):
+        (tmp_path / name).write_text(sentences(number, 3000), encoding="utf-8")
+    monkeypatch.setattr(kv_cache, "CACHES", (kv_cache.FLOAT, *(CacheTypes(k, k) for k in ("f16", "q8_0", "q4_0"))))
+    command = ["kv_cache.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
+    command += ["--calibration", str(tmp_path / "calibration"), "--evaluation", str(tmp_path / "evaluation")]
+    command += ["--samples", "2", "--windows", "2", "--length", "96", "--rounds", "1"]
+    monkeypatch.setattr("sys.argv", command)
+    kv_cache.main()
+    printed = capsys.readouterr().out
+    rows = {cells[0]: cells[1:] for cells in re.findall(r"^\| (.*?) \| ([\d.]+) \| ([\d.]+) \|", printed, re.M)}
+    assert list(rows) == ["gguf, f32", "gguf, f16", "gguf, q8_0", "gguf, q4_0", "onnx float", "onnx int8", "onnx int4"]
+    kld = {name: float(cells[1]) for name, cells in rows.items()}
+    assert kld["gguf, f32"] == kld["onnx float"] == 0
+    assert kld["gguf, q8_0"] < kld["gguf, q4_0"]
+    assert kld["onnx int8"] < kld["onnx int4"]
