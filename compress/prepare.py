@@ -72,6 +72,12 @@ class Prepared:
         bits: int = max(step.value.stored_bits(scheme, shape) for step in self.recipe.export)
         return bits
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence that the model and every artifact compute."""
+        taken: list[int] = [step.value.context_length(self.spec) for step in self.recipe.export]
+        return min([self.spec.max_positions, *taken])
+
     def compressed(self, store: Store) -> CompressedModel:
         """The model as far as ``store`` has it."""
         source, tied = self.checkpoint, self.spec.tied
@@ -163,7 +169,7 @@ def _missing_runtimes(recipe: Recipe) -> Iterator[str]:
 
 
 def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
-    """Sequences beyond the model's positions."""
+    """Sequences beyond the model's positions, and those beyond what a file computes."""
     lengths = {"calibration.sequence_length": recipe.calibration.sequence_length}
     if recipe.evaluate is not None:
         lengths["evaluate.sequence_length"] = recipe.evaluate.sequence_length
@@ -172,6 +178,12 @@ def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
     for name, length in lengths.items():
         if length > spec.max_positions:
             yield f"{name}: {length} tokens, and the model takes {spec.max_positions}"
+    del lengths["calibration.sequence_length"]
+    for step in recipe.export:
+        taken = step.value.context_length(spec)
+        for name, length in lengths.items():
+            if taken < length <= spec.max_positions:
+                yield f"{name}: {length} tokens, and the file of {step.name} takes {taken}"
 
 
 def _unfit_caches(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:

@@ -163,6 +163,10 @@ class Exporter(Protocol):
         """What a user of a file of this model with such layers should know; for the report."""
         ...
 
+    def context_length(self, spec: DecoderSpec) -> int:
+        """Tokens of the longest sequence that a file computes as the model does: its positions, or fewer."""
+        ...
+
     def one_scheme(self, spec: DecoderSpec) -> Sequence[Sequence[str]]:
         """Layers that the file stores as one tensor, and that therefore must have one scheme; disjoint."""
         ...

@@ -91,6 +91,12 @@ class GgufExporter:
 
         return remarks(spec)
 
+    def context_length(self, spec: DecoderSpec) -> int:
+        """Up to a window that llama.cpp ignores, or to the model's last position."""
+        from exporters.gguf.limits import context_length
+
+        return context_length(spec)
+
     def one_scheme(self, spec: DecoderSpec) -> Sequence[Sequence[str]]:
         """The experts of a block: llama.cpp reads one projection of all of them as one tensor."""
         from exporters.gguf.limits import one_scheme

@@ -92,6 +92,12 @@ class OnnxExporter:
         """Which layers have no 8-bit activations, and a context shorter than the model's."""
         return [*context_remarks(spec), *plan_remarks(plan), *DIALECT_REMARKS[self.dialect]]
 
+    def context_length(self, spec: DecoderSpec) -> int:
+        """Up to the original positions of longrope, or to the model's last position."""
+        from exporters.onnx.limits import context_length
+
+        return context_length(spec)
+
     def one_scheme(self, spec: DecoderSpec) -> Sequence[Sequence[str]]:
         """None: every expert has matrices of its own."""
         return []

@@ -476,3 +476,18 @@ def test_the_licence_of_a_model_card_goes_into_the_file(card: str | None, tmp_pa
     found = keys(export(model, tmp_path / "out"))
     stated = {"general.license": "apache-2.0", "general.license.link": "https://example.org/l"} if card else {}
     assert {key: value for key, value in found.items() if key.startswith("general.license")} == stated
+
+
+def test_sequences_beyond_the_context_of_the_file_are_refused_before_any_work(tmp_path: Path) -> None:
+    folder = checkpoint("mistral", tmp_path)
+    recipe = loads(
+        f"model: {folder}\npasses: [rtn: {{}}]\nexport: [gguf, onnx]\n"
+        "measure: {prompt_tokens: 5, generate_tokens: 4}\ncalibration: {sequence_length: 16}\nevaluate: {sequence_length: 12}\n",
+        registry.load,
+    )
+    with pytest.raises(InputError) as caught:
+        engine.run(recipe, tmp_path / "out")
+    assert caught.value.what.splitlines() == [
+        "evaluate.sequence_length: 12 tokens, and the file of gguf takes 8",
+        "measure.prompt_tokens + generate_tokens: 9 tokens, and the file of gguf takes 8",
+    ]
