@@ -24,9 +24,12 @@ from compress.protocols import StoredTensor
 from compress.recipe import Evaluate, Measure
 from compress.report import Performance, Quality
 from compress.runner import measure as runner_measure
+from compress.runner import providers as runner_providers
 from compress.runner import quality as runner_quality
 from compress.runner.artifact import find_artifact, weight_files
 from compress.runner.process import PerformanceSettings, cache_complaints
+from compress.runner.providers import Provider
+from compress.runner.streaming import Stream, require_streaming, stream
 from compress.runner.threads import resolve_threads
 from compress.session import Progress, no_progress
 from compress.texts import token_windows
@@ -85,23 +88,46 @@ def inspect(path: Path, format: str | None = None) -> Inspection:
     raise InputError(f"no exporter knows the format {artifact.format}", where=str(path))
 
 
+def providers(path: Path, format: str | None = None) -> tuple[Provider, ...]:
+    """What each execution provider of ONNX Runtime would do with the nodes of the ONNX artifact at ``path``.
+
+    InputError for an artifact of another format.
+    """
+    artifact = find_artifact(path, format)
+    if artifact.format != "onnx":
+        raise InputError(
+            f"execution providers are ONNX Runtime's, and this is {artifact.format}",
+            where=str(artifact.path / artifact.entry),
+            fix="give an .onnx file",
+        )
+    return runner_providers.providers(artifact.path / artifact.entry)
+
+
 def bench(path: Path, settings: Measure, progress: Progress = no_progress) -> Performance:
     """Measure speed and memory of the artifact at ``path`` in a fresh process."""
-    wanted = PerformanceSettings(settings.prompt_tokens, settings.generate_tokens, settings.repeats)
+    bound = stream(settings.window, settings.sinks)
+    wanted = PerformanceSettings(settings.prompt_tokens, settings.generate_tokens, settings.repeats, stream=bound)
     threads = resolve_threads(settings.threads)
     return runner_measure.bench(find_artifact(path), wanted, threads, progress, settings.cache)
 
 
 def evaluate(
-    path: Path, reference: str, settings: Evaluate, progress: Progress = no_progress, cache: CacheTypes = FLOAT_CACHE
+    path: Path,
+    reference: str,
+    settings: Evaluate,
+    progress: Progress = no_progress,
+    cache: CacheTypes = FLOAT_CACHE,
+    bound: Stream | None = None,
 ) -> Quality:
     """Compare the artifact at ``path`` with the model ``reference`` on the windows that ``settings`` ask for.
 
-    ``cache``: what llama.cpp keeps keys and values in. InputError if they do not have the same vocabulary: one was not
-    made from the other.
+    ``cache``: what llama.cpp keeps keys and values in; ``bound``: how much of its cache an ONNX artifact keeps.
+    InputError if they do not have the same vocabulary: one was not made from the other.
     """
     artifact, checkpoint = find_artifact(path), open_model(reference)
     spec = describe(checkpoint.config, checkpoint.folder / "config.json")
+    if bound is not None:
+        require_streaming(registry.load("runtimes", artifact.format), str(artifact.path / artifact.entry))
     _require_same_vocabulary(inspect(path), spec, reference)
     unfit = [*cache_complaints(artifact.format, cache), *cache.complaints(spec.head_dim, spec.head_dim)]
     if unfit:
@@ -113,7 +139,13 @@ def evaluate(
         np.save(tokens, windows.tokens.numpy())
         write_logits(Decoder(checkpoint), windows.tokens, logits, "reference logits", progress)
         found = runner_quality.evaluate(
-            artifact, tokens, threads=resolve_threads("auto"), reference=logits, progress=progress, cache=cache
+            artifact,
+            tokens,
+            threads=resolve_threads("auto"),
+            reference=logits,
+            stream=bound,
+            progress=progress,
+            cache=cache,
         )
     assert found.quality is not None
     return found.quality

@@ -21,7 +21,7 @@ import click
 from compress import __version__
 from compress.errors import GateError, InputError
 from compress.kv import CacheTypes
-from compress.options import ARTIFACT, FORMAT, JSON, cache_options, recipe_options, text_options
+from compress.options import ARTIFACT, FORMAT, JSON, cache_options, recipe_options, text_options, window_options
 
 if TYPE_CHECKING:
     from compress.kv import CacheType
@@ -99,11 +99,19 @@ def plan(*, recipe: str, model: str | None, overrides: Sequence[str], as_json: b
 @cli.command()
 @ARTIFACT
 @FORMAT
+@click.option("--providers", is_flag=True, help="Of an .onnx file: what each execution provider would run.")
 @JSON
-def inspect(*, artifact: Path, format_: str | None, as_json: bool) -> None:
+def inspect(*, artifact: Path, format_: str | None, providers: bool, as_json: bool) -> None:
     """List the tensors of ARTIFACT: a .onnx, .gguf or .safetensors file, or a folder that holds one."""
     from compress import artifacts, terminal
 
+    if providers:
+        rows = artifacts.providers(artifact, format_)
+        if as_json:
+            _print_json([dataclasses.asdict(row) for row in rows])
+        else:
+            terminal.show_providers(rows)
+        return
     found = artifacts.inspect(artifact, format_)
     if as_json:
         _print_json(found.to_dict())
@@ -119,6 +127,7 @@ def inspect(*, artifact: Path, format_: str | None, as_json: bool) -> None:
 @click.option("--threads", default="auto", show_default=True, help="A number, or auto: the CPUs available here.")
 @click.option("--repeats", type=int, default=3, show_default=True)
 @cache_options
+@window_options
 @JSON
 def bench(
     *,
@@ -130,13 +139,15 @@ def bench(
     repeats: int,
     kv_keys: CacheType,
     kv_values: CacheType,
+    window: int | None,
+    sinks: int,
     as_json: bool,
 ) -> None:
     """Measure speed and memory of ARTIFACT in a fresh process."""
     from compress.recipe import Measure
 
     with _option_errors():
-        measure = Measure(prompt_tokens, generate_tokens, _threads(threads), repeats, kv_keys, kv_values)
+        measure = Measure(prompt_tokens, generate_tokens, _threads(threads), repeats, kv_keys, kv_values, window, sinks)
     entry = _entry(artifact, format_)
     from compress import artifacts, terminal
 
@@ -157,6 +168,7 @@ def bench(
 @click.option("--windows", type=int, default=16, show_default=True)
 @click.option("--sequence-length", type=int, default=512, show_default=True)
 @cache_options
+@window_options
 @JSON
 def evaluate(
     *,
@@ -174,10 +186,13 @@ def evaluate(
     sequence_length: int,
     kv_keys: CacheType,
     kv_values: CacheType,
+    window: int | None,
+    sinks: int,
     as_json: bool,
 ) -> None:
     """Compare the output of ARTIFACT with the model it was made from, on held-out text."""
     from compress.recipe import Evaluate
+    from compress.runner.streaming import stream
 
     _load_torch()
     with _option_errors():
@@ -192,10 +207,12 @@ def evaluate(
             windows=windows,
             sequence_length=sequence_length,
         )
+        bound = stream(window, sinks)
     entry = _entry(artifact, format_)
     from compress import artifacts, terminal
 
-    quality = artifacts.evaluate(entry, reference, settings, cache=CacheTypes(kv_keys, kv_values))
+    cache = CacheTypes(kv_keys, kv_values)
+    quality = artifacts.evaluate(entry, reference, settings, cache=cache, bound=bound)
     if as_json:
         _print_json(dataclasses.asdict(quality))
     else:
@@ -239,6 +256,7 @@ def imatrix(*, model: str, out: Path, overwrite: bool, quiet: bool, as_json: boo
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
+@window_options
 def chat(
     *,
     artifact: Path,
@@ -251,14 +269,20 @@ def chat(
     temperature: float,
     top_p: float,
     seed: int,
+    window: int | None,
+    sinks: int,
 ) -> None:
     """Talk with ARTIFACT in the runtime that the device will use; end with Ctrl-D."""
     from compress.runner.chat import ChatSession, Sampling
+    from compress.runner.streaming import stream
     from compress.runner.threads import resolve_threads
 
+    with _option_errors():
+        bound = stream(window, sinks)
     sampling = Sampling(temperature, top_p, seed)
     messages = [{"role": "system", "content": system}] if system else []
-    with ChatSession(artifact, resolve_threads(_threads(threads)), raw=raw, format=format_) as session:
+    session_threads = resolve_threads(_threads(threads))
+    with ChatSession(artifact, session_threads, raw=raw, format=format_, stream=bound) as session:
         for text in _messages(prompt):
             messages.append({"role": "user", "content": text})
             answer = []

@@ -63,7 +63,7 @@ def run(
         session = prepared.session(work.state, calibration.tokens, progress, calibration.real, work.scratch)
         passes = run_passes(prepared, session, work.journal, clock)
         require_plan(session)
-        model = prepared.compressed(session.store)
+        model = prepared.compressed(session.store, session.float_activations)
         with clock("reference logits"):
             evidence = gather_evidence(prepared, model, evaluation.tokens, work.scratch, progress)
         artifacts = [export(prepared, model, step.value, folder, evidence, clock, progress) for step in recipe.export]
@@ -190,7 +190,8 @@ def plan(
     layers = []
     for layer, shape in prepared.shapes.items():
         scheme = session.plan.get(layer)
-        bytes_ = prepared.stored_bits(scheme, shape) // 8
+        beside = 0 if scheme is None else session.residual_bits(layer)
+        bytes_ = (prepared.stored_bits(scheme, shape) + beside) // 8
         by = owner.get(layer, "default" if layer in prepared.pinned else "passes")
         layers.append(
             {"layer": layer, "shape": list(shape), "scheme": str(scheme or FLOAT), "set_by": by, "bytes": bytes_}

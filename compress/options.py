@@ -45,6 +45,10 @@ cache_options = _all(
     click.option("--kv-keys", type=_CACHE, default="f16", show_default=True, help="GGUF: of the cache's keys."),
     click.option("--kv-values", type=_CACHE, default="f16", show_default=True, help="GGUF: of the cache's values."),
 )
+window_options = _all(
+    click.option("--window", type=int, help="ONNX: tokens that the cache keeps beside the first ones; else all."),
+    click.option("--sinks", type=int, default=4, show_default=True, help="First tokens kept, with --window."),
+)
 
 
 def text_options(split: str) -> Callable[[Command], Command]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from compress.recipe import Recipe, Step
 from compress.report import PassRecord
 from compress.runner.observe import LIBRARIES
 from compress.runner.process import CHOOSES_CACHE
+from compress.runner.streaming import Streaming
 from compress.runner.threads import resolve_threads
 from compress.scheme import INT8_G32, QuantScheme
 from compress.session import CompressedModel, Progress, Session, no_progress
@@ -67,6 +68,11 @@ class Prepared:
         """Whether any pass looks at calibration data."""
         return any(step.value.scope == "model" or step.value.reads & FROM_TOKENS for step in self.passes)
 
+    @property
+    def residual_rank(self) -> int:
+        """Rank of what lies beside each quantised linear layer of a block; 0: nothing."""
+        return max((step.value.rank for step in self.passes if "residual" in step.value.writes), default=0)
+
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
         """Bits of a weight ``shape`` (None: in floating point) in the artifact that takes most for it."""
         bits: int = max(step.value.stored_bits(scheme, shape) for step in self.recipe.export)
@@ -78,12 +84,20 @@ class Prepared:
         taken: list[int] = [step.value.context_length(self.spec) for step in self.recipe.export]
         return min([self.spec.max_positions, *taken])
 
-    def compressed(self, store: Store) -> CompressedModel:
-        """The model as far as ``store`` has it."""
+    def compressed(self, store: Store, float_activations: Iterable[str] = ()) -> CompressedModel:
+        """The model as far as ``store`` has it; ``float_activations`` as :class:`CompressedModel` has them."""
         source, tied = self.checkpoint, self.spec.tied
         names = tuple(source.files)
         return CompressedModel(
-            source.config, source.folder, source.name, tied, self.shapes, store, source.tensor, names
+            source.config,
+            source.folder,
+            source.name,
+            tied,
+            self.shapes,
+            store,
+            source.tensor,
+            names,
+            frozenset(float_activations),
         )
 
     def session(
@@ -108,6 +122,7 @@ class Prepared:
         session = Session(
             decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real, self.stored_bits, together
         )
+        session.residual_rank = self.residual_rank
         complaints = [text for step in self.passes for text in step.value.check(session)]
         if complaints:
             raise InputError("\n".join(complaints))
@@ -137,6 +152,15 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     for step in recipe.export:
         found = [text for plan in plans for text in step.value.check(spec, plan, shapes, session.kv, biased)]
         unfit += [f"{step.name}: {text}" for text in dict.fromkeys(found)]
+        if session.residual_rank and not getattr(step.value, "holds_residual", False):
+            unfit.append(
+                f"{step.name}: the file has no place for a low-rank product beside a layer: an adapter file would have "
+                "to go with it; leave that pass out, or this exporter"
+            )
+        if any("levels" in other.value.writes for other in steps) and not getattr(step.value, "has_levels", False):
+            remarks.append(
+                f"{step.name}: its runtime decides itself where activations are rounded: no pass changes that"
+            )
         told = [text for plan in plans for text in step.value.remarks(spec, plan)]
         told += step.value.check_tokenizer(checkpoint.folder, spec.vocab_size)
         remarks += [f"{step.name}: {text}" for text in dict.fromkeys(told)]
@@ -166,6 +190,14 @@ def _missing_runtimes(recipe: Recipe) -> Iterator[str]:
             yield f"{step.name}: no runtime is known for the format {format_}, and each artifact is run"
         elif (library := LIBRARIES.get(format_)) is not None and importlib.util.find_spec(library) is None:
             yield f"{step.name}: {library}, which runs the artifact, is not installed: install it as the README says"
+        elif recipe.measure is not None and recipe.measure.window is not None:
+            yield from _no_window(step.name, format_)
+
+
+def _no_window(name: str, format_: str) -> Iterator[str]:
+    """An artifact whose runtime keeps all of its cache."""
+    if not issubclass(registry.load("runtimes", format_), Streaming):
+        yield f"{name}: measure.window: this format's runtime has no window over its cache; leave it out"
 
 
 def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
@@ -173,7 +205,7 @@ def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
     lengths = {"calibration.sequence_length": recipe.calibration.sequence_length}
     if recipe.evaluate is not None:
         lengths["evaluate.sequence_length"] = recipe.evaluate.sequence_length
-    if (measure := recipe.measure) is not None:
+    if (measure := recipe.measure) is not None and measure.window is None:
         lengths["measure.prompt_tokens + generate_tokens"] = measure.prompt_tokens + measure.generate_tokens
     for name, length in lengths.items():
         if length > spec.max_positions:
@@ -231,7 +263,7 @@ def in_order(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 def _wanted(steps: Sequence[Step], writer: Step) -> frozenset[Resource]:
     """What some other pass reads, or every run needs."""
-    every: frozenset[Resource] = frozenset({"quantized", "kv"})
+    every: frozenset[Resource] = frozenset({"quantized", "residual", "kv", "levels"})
     return every.union(*(step.value.reads for step in steps if step is not writer))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from compress.prepare import PARITY_WINDOWS, Prepared
 from compress.protocols import Artifact, Exporter
 from compress.report import ArtifactRecord, Parity
 from compress.runner.process import CHOOSES_CACHE, Job, PerformanceSettings, QualitySettings, run_job
+from compress.runner.streaming import stream
 from compress.session import CompressedModel, Progress
 from compress.workspace import folder_bytes
 
@@ -68,18 +70,40 @@ def gather_evidence(
 def read_back(model: CompressedModel, exporter: Exporter, artifact: Artifact, progress: Progress) -> list[str]:
     """Layers whose weights in the file differ, in any bit, from what the passes chose.
 
-    A layer in floating point must be what the model has, or that rounded to the nearest fp16 or bf16 numbers.
+    A layer in floating point must be what the model has, or that rounded to the nearest fp16 or bf16 numbers. The two
+    matrices beside a quantised layer are read back under names of their own.
     """
-    layers, wrong, seen = list(model.layers()), [], set()
+    layers, wrong, seen = list(stored_parts(model)), [], set()
     with progress(f"reading {artifact.format} back", len(layers)) as advance:
         for layer, stored in exporter.read_back(artifact, layers):
             seen.add(layer)
-            types = STORED_EXACTLY if layer in model.schemes else STORED_FLOATS
-            chosen = model.weight(layer)
+            owner, _, part = layer.partition(BESIDE)
+            types = STORED_EXACTLY if owner in model.schemes else STORED_FLOATS
+            chosen = _chosen(model, owner, part)
             if not any(np.array_equal(stored, chosen.to(kind).float().numpy()) for kind in types):
                 wrong.append(layer)
             advance(1)
     return wrong + [f"{layer} (not in the file)" for layer in layers if layer not in seen]
+
+
+BESIDE = ".lowrank."
+"""Between a layer's name and ``u`` or ``v``, the names of the matrices beside it."""
+
+
+def stored_parts(model: CompressedModel) -> Iterator[str]:
+    """Every layer, and the matrices beside those that have some."""
+    for layer in model.layers():
+        yield layer
+        if model.residual(layer) is not None:
+            yield from (f"{layer}{BESIDE}{part}" for part in ("u", "v"))
+
+
+def _chosen(model: CompressedModel, layer: str, part: str) -> Tensor:
+    """float32: a layer's weight as a file stores it, without what lies beside it; or that ``part``."""
+    if part:
+        beside: Tensor = getattr(model.residual(layer), part)
+        return beside
+    return model.quantized(layer).base() if layer in model.schemes else model.weight(layer)
 
 
 def prove(
@@ -144,6 +168,7 @@ def _job(prepared: Prepared, exporter: Exporter, artifact: Artifact, evidence: E
             wanted.repeats,
             str(evidence.tokens),
             _weight_bytes_per_token(prepared, exporter, artifact),
+            stream(wanted.window, wanted.sinks),
         )
     reference = None if evidence.reference is None else str(evidence.reference)
     quality = QualitySettings(str(evidence.tokens), reference, str(evidence.parity))

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from compress.report import LayerRecord, PassRecord
     from compress.session import Block, CompressedModel, Session
 
-Resource = Literal["weights", "inputs", "activations", "plan", "quantized", "kv"]
-"""What passes hand on: weights, statistics of layer inputs, what enters a block, plans, quantised layers, the scales of
-a key/value cache."""
+Resource = Literal["weights", "inputs", "activations", "plan", "quantized", "residual", "kv", "levels"]
+"""What passes hand on: weights, statistics of layer inputs, what enters a block, plans, quantised layers, what lies
+beside them, the scales of a key/value cache, layers whose activations are not rounded."""
 
 
 class Planner(Protocol):
@@ -130,7 +130,11 @@ class StoredTensor:
 
 
 class Exporter(Protocol):
-    """Writes a compressed model as one format. A frozen dataclass: its fields are its arguments in the recipe."""
+    """Writes a compressed model as one format. A frozen dataclass: its fields are its arguments in the recipe.
+
+    It may have two attributes more: ``holds_residual``, True where a low-rank product can lie beside a layer (recipes
+    with one are refused else), and ``has_levels``, True where the file says layer by layer if activations are rounded.
+    """
 
     format: ClassVar[str]
     reader: ClassVar[str]

@@ -26,6 +26,8 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
             "guided": "compress.passes.guided:Guided",
             "autoround": "compress.passes.autoround:Autoround",
             "kv": "compress.passes.kv:Kv",
+            "lowrank": "compress.passes.lowrank:Lowrank",
+            "activations": "compress.passes.activations:Activations",
         },
         "exporters": {
             "onnx": "exporters.onnx:OnnxExporter",

@@ -67,6 +67,9 @@ def _disk_bytes(prepared: Prepared, plan: Mapping[str, QuantScheme]) -> int:
             shared = 2 * FLOAT_BYTES * (columns // SUPER_BLOCK) if scheme.two_level else 0
             work += rows * (columns + (8 if scheme.has_minima else 5) * scheme.groups(columns) + shared)
             artifact += rows * (columns + 3 * scheme.groups(columns))
+            beside = prepared.residual_rank * (rows + columns)
+            work += FLOAT_BYTES * beside
+            artifact += FLOAT_BYTES * beside
     windows = PARITY_WINDOWS + (recipe.evaluate.windows if recipe.evaluate else 0)
     hidden = _hidden_bytes(prepared)
     spooled = hidden if hidden > IN_MEMORY_BYTES else 0

@@ -198,6 +198,11 @@ def compact_bits(scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
     return shape[0] * shape[1] * FLOAT_BITS if scheme is None else scheme.stored_bits(shape)
 
 
+def lowrank_bits(shape: tuple[int, int], rank: int) -> int:
+    """Bits of two fp16 matrices of ``rank`` beside a weight ``shape``."""
+    return SCALE_BITS * rank * sum(shape)
+
+
 INT8_G32 = QuantScheme(8, 32)
 NAMED: Mapping[str, QuantScheme] = MappingProxyType(
     {name: QuantScheme(4, 32, codebook=name) for name in ("iq4_nl", "mxfp4")}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.scheme import QuantScheme, compact_bits
+from compress.scheme import QuantScheme, compact_bits, lowrank_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from compress.kv import KVScales, KVScheme
     from compress.models.decoder import Decoder
     from compress.store import Store
-    from compress.tensor import QuantizedTensor
+    from compress.tensor import LowRank, QuantizedTensor
 
 StoredBits = Callable[[QuantScheme | None, tuple[int, int]], int]
 """(scheme or None for floating point, shape of a weight) -> bits that a file holds for it."""
@@ -92,6 +92,17 @@ class Session:
     """float32 [hidden, hidden] of the embedding: how fast the loss rises with an error in one of its rows, summed over
     tokens. The embedding multiplies nothing, so there are no inputs that could say so."""
 
+    float_activations: dict[str, Tensor] = field(default_factory=dict)
+    """Layers whose inputs an artifact should not round -> what rounding them would cost (KLD, nats a token)."""
+    residual_rank: int = 0
+    """Rank of what a pass will put beside each quantised linear layer of a block; 0: nothing."""
+
+    def residual_bits(self, layer: str) -> int:
+        """Bits that a file will hold beside ``layer`` if it is quantised."""
+        if not self.residual_rank or layer in self.decoder.spec.ends:
+            return 0
+        return lowrank_bits(self.shapes[layer], self.residual_rank)
+
     def free_layers(self) -> Sequence[str]:
         """The layers whose scheme the passes may choose, in model order."""
         return [name for name in self.shapes if name not in self.pinned]
@@ -117,6 +128,8 @@ class CompressedModel:
     _store: Store
     _dense: Callable[[str], Tensor]
     _dense_names: Sequence[str]
+    float_activations: frozenset[str] = frozenset()
+    """Layers whose inputs an artifact should not round, where its format has a say."""
 
     @property
     def schemes(self) -> Mapping[str, QuantScheme]:
@@ -126,6 +139,10 @@ class CompressedModel:
     def quantized(self, layer: str) -> QuantizedTensor:
         """Codes and scales of a quantised layer (``model.layers.0.mlp.up_proj``)."""
         return self._store.quantized(layer)
+
+    def residual(self, layer: str) -> LowRank | None:
+        """What lies beside a quantised layer; None where nothing does, and for a layer in floating point."""
+        return self._store.residual(layer) if layer in self.schemes else None
 
     def dense(self, tensor: str) -> Tensor:
         """A tensor by its checkpoint name (``model.norm.weight``), in the checkpoint's dtype; KeyError if none."""

@@ -130,6 +130,9 @@ class Measure:
     repeats: int = 3
     kv_keys: CacheType = "f16"
     kv_values: CacheType = "f16"
+    window: int | None = None
+    """Tokens that the cache keeps beside ``sinks`` first ones; None: all."""
+    sinks: int = 4
 
     @property
     def cache(self) -> CacheTypes:
@@ -137,7 +140,8 @@ class Measure:
         return CacheTypes(self.kv_keys, self.kv_values)
 
     def __post_init__(self) -> None:
-        lines = _below(self, prompt_tokens=1, generate_tokens=1, repeats=1)
+        lines = _below(self, prompt_tokens=1, generate_tokens=1, repeats=1, sinks=0)
+        lines += [] if self.window is None else _below(self, window=1)
         _refuse(lines if self.threads == "auto" else lines + _below(self, threads=1))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from compress.journal import PARTIAL, put_in_place
 from compress.kv import KVScales, KVScheme
 from compress.scheme import QuantScheme
-from compress.tensor import QuantizedTensor
+from compress.tensor import LowRank, QuantizedTensor
 
 if TYPE_CHECKING:
     from compress.session import Session
@@ -79,11 +79,16 @@ class Store:
     def quantized(self, name: str) -> QuantizedTensor:
         """The layer ``name``; KeyError if it was left in floating point."""
         scheme = self.schemes[name]
+        mark = f"{name}:"
         with safe_open(self._files[name], framework="pt") as file:
-            held = set(file.keys())
-            parts = {item.name: f"{name}:{item.name}" for item in fields(QuantizedTensor)}
-            found = {part: file.get_tensor(key) for part, key in parts.items() if key in held}
-            return QuantizedTensor(scheme, **found)
+            held = [key for key in set(file.keys()) if key.startswith(mark)]
+            return QuantizedTensor.of(scheme, {key[len(mark) :]: file.get_tensor(key) for key in held})
+
+    def residual(self, name: str) -> LowRank | None:
+        """What lies beside the quantised layer ``name``, without its codes; None where nothing does."""
+        with safe_open(self._files[name], framework="pt") as file:
+            keys = [f"{name}:{part}" for part in ("u", "v")]
+            return LowRank(*map(file.get_tensor, keys)) if keys[0] in set(file.keys()) else None
 
     def kv(self, block: str) -> KVScales | None:
         """Scales of the key/value cache of ``block``; None where it stays in floating point."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from compress.artifacts import Inspection
     from compress.protocols import StoredTensor
     from compress.report import ArtifactRecord, PassRecord, Performance, Quality, Report
+    from compress.runner.providers import Operator, Provider
     from compress.session import Advance, Progress
 
 WIDE = 200
@@ -118,6 +119,31 @@ def show_tensors(found: Inspection) -> None:
         click.echo(f"linear layers: {found.linear_bits:.3f} bits a weight, scales and zero points included")
     if found.file_bits is not None:
         click.echo(f"files: {size(found.file_bytes)}, {found.file_bits:.3f} bits for each weight of the model")
+
+
+def show_providers(found: Sequence[Provider]) -> None:
+    """How many nodes each execution provider takes, by whose word, and what each of them leaves to the CPU."""
+    rows = []
+    for item in found:
+        products = [row for row in item.operators if "MatMul" in row.operator]
+        counts = [_taken(operators, item.refuses) for operators in (item.operators, products)]
+        rows.append((item.name, *counts, item.how, item.remark))
+    columns = ("provider", "nodes taken", "matrix products", "how this is known", "remark")
+    show_rows("Execution providers", columns, rows)
+    words = {"left": "left to the CPU", "if": "taken if", "unknown": "not known"}
+    left: dict[tuple[str, ...], list[str]] = {}
+    for item in found:
+        for row in item.operators:
+            if row.verdict != "taken":
+                left.setdefault((item.name, words[row.verdict], row.why), []).append(f"{row.operator} {row.nodes}")
+    rows = [(*reason, ", ".join(operators)) for reason, operators in left.items()]
+    show_rows("Not simply taken", ("provider", "", "why", "operators and their nodes"), rows)
+
+
+def _taken(operators: Sequence[Operator], refused: bool) -> str:
+    counts = {verdict: sum(row.nodes for row in operators if row.verdict == verdict) for verdict in ("taken", "if")}
+    maybe = f", {counts['if']} more perhaps" if counts["if"] else ""
+    return "none" if refused else f"{counts['taken']} of {sum(row.nodes for row in operators)}{maybe}"
 
 
 def _per_weight(items: Sequence[StoredTensor]) -> str:

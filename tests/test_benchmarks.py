@@ -1,4 +1,4 @@
-"""The quality benchmark on a tiny model: real runs, kept results, a table."""
+"""The benchmarks on a tiny model: real runs, kept results, a table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import quality
+from benchmarks import activations, eviction, quality
+from exporters.onnx import OnnxExporter
 from tests.compress.runs import sentences
-from tests.support import tiny_llama
+from tests.support import rounded_model, tiny_llama
 
 
 def test_runs_what_is_not_done_and_prints_all(
@@ -44,3 +45,42 @@ def test_a_peer_without_an_environment_is_asked_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("sys.argv", ["quality.py", "--model", str(model), *texts, *sizes, *run])
     with pytest.raises(SystemExit, match="give --peer llm-compressor=PYTHON"):
         quality.main()
+
+
+def test_eviction_prints_a_row_for_each_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama(tmp_path / "model")
+    (tmp_path / "text").write_text(sentences(1, 1500), encoding="utf-8")
+    sizes = ["--prompt", "60", "--scored", "12", "--windows", "2"]
+    texts = ["--model", str(model), "--evaluation", str(tmp_path / "text")]
+    monkeypatch.setattr("sys.argv", ["eviction.py", *texts, *sizes])
+    eviction.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == ["| 100%", "| 50%", "| 25%", "| 10%"]
+    lost = [[float(cell.split(" ")[0]) for cell in row[1:]] for row in rows]
+    # SnapKV drops nothing after the prompt; every method loses more where it keeps a tenth.
+    assert lost[0][1] == 0
+    assert all(most > least for least, most in zip(lost[0], lost[-1], strict=True))
+
+
+def test_costs_of_activations_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = rounded_model(tiny_llama(tmp_path / "model"), tmp_path / "work")
+    (tmp_path / "out").mkdir()
+    artifact = OnnxExporter().write(model, tmp_path / "out")
+    (tmp_path / "text").write_text(sentences(1, 300), encoding="utf-8")
+    command = ["activations.py", "--artifact", str(artifact.path), "--text", str(tmp_path / "text")]
+    found = {}
+    for more in ([], ["--each", "v_proj"]):
+        monkeypatch.setattr("sys.argv", [*command, "--tokens", "128", "--threads", "1", *more])
+        activations.main()
+        rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+        found |= {name: (float(kld), share) for name, kld, share in rows[1:]}
+    assert found["all"][1] == "100.0%"
+    parts = [cost for name, (cost, _) in found.items() if "." not in name and name != "all"]
+    assert len(parts) == 8
+    assert sum(parts) == pytest.approx(found["all"][0], rel=0.3)
+    each = [cost for name, (cost, _) in found.items() if name.endswith("self_attn.v_proj")]
+    assert sum(each) == pytest.approx(found["v_proj"][0], rel=0.3)

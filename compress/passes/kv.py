@@ -39,7 +39,7 @@ class Kv:
     search: bool = True
 
     scope: ClassVar[Literal["block"]] = "block"
-    reads: ClassVar[frozenset[Resource]] = frozenset({"activations", "quantized"})
+    reads: ClassVar[frozenset[Resource]] = frozenset({"activations", "quantized", "residual"})
     writes: ClassVar[frozenset[Resource]] = frozenset({"kv"})
 
     def __post_init__(self) -> None:

@@ -195,7 +195,8 @@ class Mixed:
 
 
 def _bits(session: Session, layer: str, scheme: QuantScheme | None) -> int:
-    return session.stored_bits(scheme, session.shapes[layer])
+    beside = 0 if scheme is None else session.residual_bits(layer)
+    return session.stored_bits(scheme, session.shapes[layer]) + beside
 
 
 def solve(loss: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], budget: int) -> list[int]:

@@ -14,6 +14,7 @@ from compress import registry
 from compress.errors import CompressError, InputError
 from compress.protocols import Runtime
 from compress.runner.artifact import find_artifact
+from compress.runner.streaming import Stream, bounded
 from compress.runner.template import Message, render
 from compress.runner.text import FolderText, GgufText, Text
 
@@ -65,18 +66,29 @@ class ChatSession:
     """An opened artifact that answers. ``finish_reason`` says why the last answer ended."""
 
     def __init__(
-        self, path: Path, threads: int, *, context: int | None = None, raw: bool = False, format: str | None = None
+        self,
+        path: Path,
+        threads: int,
+        *,
+        context: int | None = None,
+        raw: bool = False,
+        format: str | None = None,
+        stream: Stream | None = None,
     ) -> None:
         """Load the artifact at ``path``; ``raw`` continues text without a chat template.
+
+        With a ``stream`` the cache is bounded by it, and a conversation by nothing.
 
         Raises InputError where there is no artifact, or no chat template and not ``raw``.
         """
         self.artifact = find_artifact(path, format)
         self.finish_reason: FinishReason | None = None
         self._raw = raw
-        self._runtime: Runtime = registry.load("runtimes", self.artifact.format)()
         entry = self.artifact.path / self.artifact.entry
-        self._text, self.context = _open(self._runtime, entry, threads, context)
+        kind: type[Runtime] = registry.load("runtimes", self.artifact.format)
+        self._runtime = bounded(kind(), stream, str(entry))
+        self._endless = stream is not None
+        self._text, self.context = _open(self._runtime, entry, threads, context if stream is None else stream.room)
         if self._text.template is None and not raw:
             self.close()
             raise InputError(
@@ -96,7 +108,7 @@ class ChatSession:
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}, but must be at least 1")
         prompt = self._prompt(messages)
-        room = self.context - len(prompt)
+        room = max_tokens if self._endless else self.context - len(prompt)
         if room < 1 or len(prompt) == 0:
             what = f"has {len(prompt)} tokens, but the context {self.context}" if room < 1 else "is empty"
             raise InputError(f"the conversation {what}", where=str(self.artifact.path), fix="shorten it or start anew")

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
-import re
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,76 +15,15 @@ from numpy.typing import NDArray
 from compress.errors import CompressError, InputError
 from compress.kv import CACHE_TYPES, FLOAT_CACHE, CacheTypes
 from compress.models.gguf.header import read_metadata
-
-INSTALL = (
-    'CXXFLAGS="-fno-tree-dse -fno-dse" CMAKE_ARGS="-DLLAVA_BUILD=OFF" CMAKE_BUILD_PARALLEL_LEVEL=2 '
-    "pip install llama-cpp-python==0.3.36"
-)
-"""The plain build of gcc 12 crashes at the first prefill on a CPU with AMX; these flags avoid it."""
+from compress.runner.llama_library import library as _library
+from compress.runner.llama_library import thread as _thread
 
 PREFILL_BATCH = 512
 """Tokens that llama.cpp computes at once."""
 LOGITS_BATCH = 128
 """Tokens at once when all their logits are wanted: llama.cpp keeps float32 [batch, vocab] of them."""
 
-_LOG_ERROR, _LOG_CONTINUE = 4, 5
-_LOG_WARN = 2
-_KEPT_LINES = 8
-_CACHE_LINE = re.compile(r"KV buffer size = +([\d.]+) MiB")
 _MIB = 1 << 20
-
-
-class _Log:
-    """llama.cpp's log, silenced; the last warnings and errors are kept for messages.
-
-    The callback belongs to the whole process, so the one instance lives as long as the process does.
-    """
-
-    def __init__(self, library: Any) -> None:
-        self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self.cache_mib: list[float] = []
-        """Size of each buffer of a key/value cache that llama.cpp said it has made."""
-        self._level = 0
-        # The C library keeps the pointer only: without this reference the callback would be freed under it.
-        self._callback = library.llama_log_callback(self._receive)
-        library.llama_log_set(self._callback, ctypes.c_void_p(0))
-
-    def _receive(self, level: int, text: bytes, _user_data: object) -> None:
-        level = self._level if level == _LOG_CONTINUE else level
-        self._level = level
-        line = text.decode(errors="replace").strip()
-        if level in (_LOG_WARN, _LOG_ERROR) or "error" in line:
-            self.lines.append(line)
-        if (found := _CACHE_LINE.search(line)) is not None:
-            self.cache_mib.append(float(found[1]))
-
-    def take(self) -> str:
-        """The kept lines, newest last, and forget them."""
-        text = "; ".join(line for line in self.lines if line)
-        self.lines.clear()
-        return text or "it says nothing more"
-
-
-@functools.cache
-def _thread() -> ThreadPoolExecutor:
-    """The thread in which llama.cpp computes, and nothing else does.
-
-    On CPUs with AMX it sets a thread's tiles up once; torch, in the same thread, puts them back after each product of
-    bfloat16 matrices, and llama.cpp's next one would be an illegal instruction (tried).
-    """
-    return ThreadPoolExecutor(1, thread_name_prefix="llama.cpp")
-
-
-@functools.cache
-def _library() -> tuple[Any, _Log]:
-    """llama_cpp's C functions and the process-wide log; InputError with the install command if it is not installed."""
-    try:
-        from llama_cpp import llama_cpp as library
-    except ImportError as error:
-        raise InputError(f"llama-cpp-python cannot be imported ({error})", where="llama.cpp", fix=INSTALL) from error
-    log = _Log(library)
-    library.llama_backend_init()
-    return library, log
 
 
 class LlamaCppRuntime:

@@ -66,6 +66,8 @@ def summarise(found: Found, settings: PerformanceSettings, bandwidth: Bandwidth,
     runs = found.runs
     prompt, steps = settings.prompt_tokens, settings.generate_tokens
     warm = "a warm-up run is left out"
+    if settings.stream is not None:
+        warm += f"; cache bounded: {settings.stream}"
 
     def timed(name: str, unit: str, values: Sequence[float], how: str) -> Measurement:
         median = float(np.median(values))

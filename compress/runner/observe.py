@@ -23,6 +23,7 @@ from compress.protocols import Runtime
 from compress.runner.artifact import weight_files
 from compress.runner.memory import Phase, Resident, cached_share, mapped_bytes, peak_of_phase, resident
 from compress.runner.process import Job, PerformanceSettings
+from compress.runner.streaming import bounded
 from compress.session import Progress
 
 I64 = NDArray[np.int64]
@@ -80,7 +81,7 @@ def observe(kind: Callable[[], Runtime], job: Job, settings: PerformanceSettings
     imported = resident()
     entry = Path(job.entry)
     cached = cached_share(weight_files(entry))
-    runtime = kind()
+    runtime = bounded(kind(), settings.stream, job.entry)
     context = settings.prompt_tokens + settings.generate_tokens
     with peak_of_phase() as loading:
         start = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compress.errors import InputError
+from compress.runner.streaming import Stream, Turn, drop, turns
 
 NO_SPIN_VARIABLE = "EDGEPRESS_NO_SPIN"
 """Set (to anything) it makes worker threads sleep while they wait: slower alone, faster on a busy machine."""
@@ -46,6 +47,10 @@ class OrtRuntime:
         self._length = 0
         self._growing: dict[str, Any] | None = None
         """Cache of a file that makes a new one at each step; None: the file writes ``_cache`` in place."""
+        self._stream: Stream | None = None
+        self._turns: Mapping[str, Turn | None] = {}
+        self._written: dict[str, NDArray[Any]] = {}
+        """The memory of ``_cache``, by the names of the graph's inputs."""
         self._mask = np.ones((1, 0), dtype=np.int64)
         self._vocab_size = 0
         self._logits_at = 0
@@ -54,6 +59,11 @@ class OrtRuntime:
     def exact(cls) -> OrtRuntime:
         """A runtime that runs the same file with fp32 activations."""
         return cls(exact=True)
+
+    def keep(self, stream: Stream) -> None:
+        """Bound the cache of what is loaded next: sequences of any length then go through it."""
+        self._stream = stream
+        self._chunk = min(self._chunk, stream.step)
 
     def load(self, entry: Path, threads: int, context: int) -> None:
         """Open ``entry`` (model.onnx) for at most ``context`` tokens.
@@ -72,10 +82,13 @@ class OrtRuntime:
             raise InputError(
                 f"not a decoder with a cache: it lacks inputs {_PAST}* or the output logits", where=str(entry)
             )
+        if self._stream is not None:
+            context = min(context, self._stream.room)
+            self._turns = self._find_turns(entry, self._stream, past)
         self._check_context(entry, context)
         self._threads, self._length, self._vocab_size, self._logits_at = threads, 0, vocabulary[0], len(past)
         self._mask = np.ones((1, context), dtype=np.int64)
-        self._binding, self._cache = self._session.io_binding(), []
+        self._binding, self._cache, self._written = self._session.io_binding(), [], {}
         self._growing = {} if self._properties().get("cache") == "growing" else None
         for item in past if self._growing is None else ():
             _, heads, _, size = item.shape
@@ -84,6 +97,7 @@ class OrtRuntime:
             buffer = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
             # The value wraps the array's memory and must outlive the binding.
             self._cache.append(buffer)
+            self._written[item.name] = empty
             self._binding.bind_ortvalue_input(item.name, buffer)
             self._binding.bind_ortvalue_output(item.name.replace(_PAST, _PRESENT, 1), buffer)
 
@@ -98,7 +112,7 @@ class OrtRuntime:
             logits = self._advance(tokens[start : start + self._chunk])
             if all_logits:
                 kept[start : start + len(logits)] = logits
-            elif self._length == count:
+            elif start + self._chunk >= count:
                 kept[0] = logits[-1]
         return kept if all_logits else kept[0]
 
@@ -111,6 +125,8 @@ class OrtRuntime:
         """Library, its version, threads, providers, and how it was told to run."""
         import onnxruntime
 
+        stream = self._stream
+        kept = {} if stream is None else {"stream": str(stream), "context": self._mask.shape[1]}
         return {
             "library": "onnxruntime",
             "version": onnxruntime.__version__,
@@ -118,6 +134,7 @@ class OrtRuntime:
             "providers": self._session.get_providers(),
             "spinning": self._spin,
             "exact": self._exact,
+            **kept,
         }
 
     def kv_bytes(self, context: int) -> int:
@@ -128,8 +145,30 @@ class OrtRuntime:
     def close(self) -> None:
         """Free the session and the cache."""
         self._binding = self._session = None
-        self._cache = []
+        self._cache, self._written = [], {}
         self._growing = None
+
+    def _find_turns(self, entry: Path, stream: Stream, past: list[Any]) -> Mapping[str, Turn | None]:
+        quantised = sorted({item.type for item in past if np.dtype(_CACHE_TYPES[item.type]).kind != "f"})
+        if quantised:
+            raise InputError(
+                f"keys in a cache of {', '.join(quantised)} cannot be turned to other positions without rounding again",
+                where=str(entry),
+                fix="leave out the window, or export without the pass kv",
+            )
+        return turns(entry, stream.step)
+
+    def _make_room(self, count: int) -> None:
+        """Drop tokens from a bounded cache that has no room for ``count`` more."""
+        stream, context = self._stream, self._mask.shape[1]
+        if stream is None or context < stream.room:
+            return
+        while self._length + count > context:
+            for name, cache in (self._written if self._growing is None else self._growing).items():
+                drop(cache, stream, self._length, self._turns.get(name))
+            self._length -= stream.step
+        if self._growing is not None:
+            self._growing = {name: cache[:, :, : self._length] for name, cache in self._growing.items()}
 
     def _check_context(self, entry: Path, context: int) -> None:
         limit = self._properties().get("context_length")
@@ -149,6 +188,7 @@ class OrtRuntime:
 
     def _advance(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """Append ``tokens`` to the sequence; their logits [tokens, vocab]."""
+        self._make_room(len(tokens))
         total, context = self._length + len(tokens), self._mask.shape[1]
         if total > context:
             raise InputError(f"{total} tokens do not fit the context of {context} that was opened")
@@ -179,19 +219,33 @@ class OrtRuntime:
 
 
 def _open(entry: Path, threads: int, spin: bool, exact: bool) -> Any:
+    options = session_options(entry, threads, spin)
+    # What the runtime makes of DequantizeLinear and MatMul, where a file has no MatMulNBits with a level of its own.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0" if exact else "4")
+    return open_session(entry, options, _exact_model(entry) if exact else None)
+
+
+def session_options(entry: Path, threads: int, spin: bool) -> Any:
+    """ONNX Runtime's SessionOptions for the file ``entry``; ``spin``: whether idle threads do."""
     import onnxruntime
-    from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
-    # What the runtime makes of DequantizeLinear and MatMul, where a file has no MatMulNBits with a level of its own.
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0" if exact else "4")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(entry.parent))
+    return options
+
+
+def open_session(
+    entry: Path, options: Any, model: bytes | None = None, providers: Sequence[str] = ("CPUExecutionProvider",)
+) -> Any:
+    """A session of the file ``entry``, or of ``model`` in its place; InputError if ONNX Runtime cannot open it."""
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as errors
+
     try:
-        model = _exact_model(entry) if exact else str(entry)
-        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(str(entry) if model is None else model, options, providers=list(providers))
     except (
         errors.Fail,
         errors.InvalidArgument,

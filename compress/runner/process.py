@@ -22,6 +22,7 @@ from compress import errors
 from compress.kv import CACHE_TYPES, FLOAT_CACHE, CacheTypes
 from compress.report import Performance, Quality, decode
 from compress.runner.ort import NO_SPIN_VARIABLE
+from compress.runner.streaming import Stream
 from compress.session import Progress, no_progress
 
 CHOOSES_CACHE = frozenset({"gguf"})
@@ -39,7 +40,7 @@ class PerformanceSettings:
 
     ``tokens`` is an .npy file of int64 ids to take the prompt from; without it the prompt is random ids of the
     model's vocabulary, from a fixed seed. ``weight_bytes`` is what one decoding step reads of the weights (quantised
-    linears, head, norms); without it every byte of the artifact's files counts as read.
+    linears, head, norms); without it every byte of the artifact's files counts as read. ``stream`` bounds the cache.
     """
 
     prompt_tokens: int = 128
@@ -47,6 +48,7 @@ class PerformanceSettings:
     repeats: int = 3
     tokens: str | None = None
     weight_bytes: int | None = None
+    stream: Stream | None = None
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,13 @@ class QualitySettings:
     """What to compare: ``tokens`` is an .npy file of int64 [windows, T]; ``reference`` holds float32
     [windows, T, vocab] logits of the unquantised model, ``parity`` those of the fake-quantised one for the first
     windows (as many as the file has). Logits are .npy files, or raw little-endian float32 under any other suffix.
+    ``stream`` bounds the cache.
     """
 
     tokens: str
     reference: str | None = None
     parity: str | None = None
+    stream: Stream | None = None
 
 
 @dataclass(frozen=True)

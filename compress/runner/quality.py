@@ -21,6 +21,7 @@ from compress.kv import FLOAT_CACHE, CacheTypes
 from compress.protocols import Artifact, Runtime
 from compress.report import Quality
 from compress.runner.process import Job, JobResult, QualitySettings, run_job
+from compress.runner.streaming import Stream
 from compress.session import Progress, no_progress
 
 F32 = NDArray[np.float32]
@@ -68,6 +69,7 @@ def evaluate(
     threads: int,
     reference: Path | None = None,
     parity: Path | None = None,
+    stream: Stream | None = None,
     progress: Progress = no_progress,
     cache: CacheTypes = FLOAT_CACHE,
 ) -> JobResult:
@@ -76,6 +78,7 @@ def evaluate(
         tokens=str(tokens.absolute()),
         reference=None if reference is None else str(reference.absolute()),
         parity=None if parity is None else str(parity.absolute()),
+        stream=stream,
     )
     job = Job(artifact.format, str(artifact.path / artifact.entry), threads, quality=files, cache=cache)
     return run_job(job, progress)

@@ -7,9 +7,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,6 +17,7 @@ from compress.errors import CompressError
 from compress.kv import FLOAT_CACHE
 from compress.protocols import Runtime
 from compress.runner.process import Job, JobResult
+from compress.runner.streaming import bounded
 from compress.session import Advance
 
 if TYPE_CHECKING:
@@ -66,8 +66,12 @@ def do(job: Job, channel: Channel) -> JobResult:
     from compress.runner import measure, quality
 
     kind = registry.load("runtimes", job.format)
-    # Only runtimes that choose their cache are given one: a job for others refuses it.
-    asked: Callable[[], Runtime] = kind if job.cache == FLOAT_CACHE else partial(kind, job.cache)
+
+    def asked() -> Runtime:
+        # Only runtimes that choose their cache are given one: a job for others refuses it.
+        runtime: Runtime = kind() if job.cache == FLOAT_CACHE else kind(job.cache)
+        return runtime
+
     performance = None
     described: Mapping[str, Any] = {}
     if job.performance is not None:
@@ -76,10 +80,11 @@ def do(job: Job, channel: Channel) -> JobResult:
         return JobResult(dict(described), performance)
     files = quality.open_files(job.quality)
     if job.cache == FLOAT_CACHE:
-        scored, described = _score(kind(), files, job, channel)
+        scored, described = _score(bounded(kind(), job.quality.stream, job.entry), files, job, channel)
     else:
         # The torch model that parity compares with attends to unrounded keys and values.
-        scored, described = _score(asked(), dataclasses.replace(files, parity=None), job, channel)
+        whole = dataclasses.replace(files, parity=None)
+        scored, described = _score(bounded(asked(), job.quality.stream, job.entry), whole, job, channel)
         if files.parity is not None:
             plain, _ = _score(kind(), dataclasses.replace(files, reference=None), job, channel)
             scored = dataclasses.replace(plain, quality=scored.quality)

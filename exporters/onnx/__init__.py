@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from compress.errors import nearest
+from compress.patterns import compile_pattern, match_layers
 from compress.protocols import Artifact, StoredTensor
 from exporters.onnx.limits import (
     DIALECT_REMARKS,
     DIALECTS,
     FLOAT_BITS,
+    FP32_ACTIVATIONS,
     INT8_ACTIVATIONS,
     PARITY_KLD,
     STANDARD,
     complaints,
     context_remarks,
+    float_activation_remarks,
     plan_remarks,
     stored_bits,
     tokenizer_remarks,
@@ -43,20 +46,24 @@ class OnnxExporter:
 
     ``accuracy_level`` is set on every MatMulNBits node: 4 rounds activations to 8 bits (W4A8), 0 keeps them in fp32
     (2- and 8-bit weights are then some 30 times slower). Layers in nf4 become MatMulBnb4 nodes, whose activations are
-    always fp32. ``float_type`` (f32, f16) is that of hidden states, cache, and layers in floating point. ``dialect``:
+    always fp32. ``float_activations`` are patterns of layers whose activations stay in fp32 whatever the level.
+    ``float_type`` (f32, f16) is that of hidden states, cache, and layers in floating point. ``dialect``:
     onnxruntime, or standard (no operators but ONNX's own; no level, 4 and 8 bits). ValueError for anything else.
     """
 
     accuracy_level: int = INT8_ACTIVATIONS
     float_type: str = "f32"
     dialect: str = DIALECTS[0]
+    float_activations: tuple[str, ...] = ()
 
     format: ClassVar[str] = "onnx"
+    holds_residual: ClassVar[bool] = True
+    """Whether a low-rank product can lie beside a layer."""
     reader: ClassVar[str] = f"onnx {version('onnx')}"
 
     def __post_init__(self) -> None:
         level = self.accuracy_level
-        if isinstance(level, bool) or level not in (0, INT8_ACTIVATIONS):
+        if isinstance(level, bool) or level not in (FP32_ACTIVATIONS, INT8_ACTIVATIONS):
             raise ValueError(f"accuracy_level must be 0 (fp32 activations) or 4 (8-bit activations), not {level!r}")
         if self.float_type not in FLOAT_BITS:
             near = nearest(str(self.float_type), FLOAT_BITS)
@@ -64,6 +71,15 @@ class OnnxExporter:
         if self.dialect not in DIALECTS:
             near = nearest(str(self.dialect), DIALECTS)
             raise ValueError(f"dialect '{self.dialect}' is not known{near}; known: {', '.join(DIALECTS)}")
+        for pattern in self.float_activations:
+            compile_pattern(pattern)
+        if self.float_activations and self.dialect == STANDARD:
+            raise ValueError(f"float_activations: {DIALECT_REMARKS[STANDARD][0]}")
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether the file says, layer by layer, if activations are rounded."""
+        return self.dialect != STANDARD
 
     @property
     def parity_kld(self) -> float:
@@ -82,6 +98,8 @@ class OnnxExporter:
         found = complaints(spec, plan, shapes, self.accuracy_level, self.dialect)
         if kv is not None and self.dialect == STANDARD:
             found.append(f"the standard's operators have no cache in {kv}; use dialect: {DIALECTS[0]}, or leave kv out")
+        matches = match_layers(self.float_activations, [*spec.all_linears(), spec.family.head])
+        found += [f"float_activations: '{pattern}' names no layer" for pattern, layers in matches.items() if not layers]
         return found
 
     def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
@@ -90,7 +108,10 @@ class OnnxExporter:
 
     def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
         """Which layers have no 8-bit activations, and a context shorter than the model's."""
-        return [*context_remarks(spec), *plan_remarks(plan), *DIALECT_REMARKS[self.dialect]]
+        told = [*context_remarks(spec), *plan_remarks(plan), *DIALECT_REMARKS[self.dialect]]
+        # A tied head multiplies by the embedding's codes.
+        tied = {spec.family.head: plan[spec.family.embedding]} if spec.tied and spec.family.embedding in plan else {}
+        return told + float_activation_remarks(self._excepted(spec), {**plan, **tied})
 
     def context_length(self, spec: DecoderSpec) -> int:
         """Up to the original positions of longrope, or to the model's last position."""
@@ -111,11 +132,20 @@ class OnnxExporter:
         from compress.models.topology import describe
         from exporters.onnx.decoder import write_decoder
         from exporters.onnx.genai import write_companions
+        from exporters.onnx.layers import Levels
 
         spec = describe(model.config, model.folder)
-        write_decoder(model, spec, out / ENTRY, self.accuracy_level, self.float_type, self.dialect)
+        excepted = dict.fromkeys((*self._excepted(spec), *model.float_activations), FP32_ACTIVATIONS)
+        levels = Levels(self.accuracy_level, excepted)
+        write_decoder(model, spec, out / ENTRY, levels, self.float_type, self.dialect)
         write_companions(model, spec, out, ENTRY, self.dialect)
         return Artifact(self.format, out, ENTRY)
+
+    def _excepted(self, spec: DecoderSpec) -> list[str]:
+        """Layers that ``float_activations`` names, in the model's order."""
+        layers = [*spec.all_linears(), spec.family.head]
+        named = set().union(*match_layers(self.float_activations, layers).values())
+        return [layer for layer in layers if layer in named]
 
     def read_back(self, artifact: Artifact, layers: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """(layer, float32 [out, in]) of each of ``layers``, dequantised from the file; KeyError if one is missing."""

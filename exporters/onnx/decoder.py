@@ -12,7 +12,7 @@ from compress.models.topology import DecoderSpec
 from compress.session import CompressedModel
 from exporters.onnx.attention import AttentionWriter
 from exporters.onnx.feed_forward import FeedForwardWriter
-from exporters.onnx.layers import LayerWriter
+from exporters.onnx.layers import LayerWriter, Levels
 from exporters.onnx.limits import DIALECTS, STANDARD, context_length
 from exporters.onnx.standard import StandardAttention, StandardLayers
 from exporters.onnx.writer import FLOAT, INT64, GraphWriter
@@ -25,12 +25,12 @@ _DIALECTS = dict(zip(DIALECTS, ((LayerWriter, AttentionWriter), (StandardLayers,
 
 
 def write_decoder(
-    model: CompressedModel, spec: DecoderSpec, path: Path, accuracy_level: int, float_type: str, dialect: str
+    model: CompressedModel, spec: DecoderSpec, path: Path, levels: Levels, float_type: str, dialect: str
 ) -> None:
     """Write ``path`` and its data file, layer by layer. OSError passes through."""
     layers_type, attention_type = _DIALECTS[dialect]
     with GraphWriter(path, float_type, standard=dialect == STANDARD) as writer:
-        layers = layers_type(model, spec, writer, accuracy_level)
+        layers = layers_type(model, spec, writer, levels)
         _Decoder(spec, writer, layers, attention_type(model, spec, writer, layers)).build()
         properties = {CONTEXT_LENGTH: str(context_length(spec)), "base_model": model.name}
         writer.save(properties | ({CACHE: GROWING} if dialect == STANDARD else {}))

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compress.models.topology import DecoderSpec
 from compress.session import CompressedModel
+from compress.tensor import LowRank
 from exporters.onnx.layout import to_blocks, to_codebook_blocks
 from exporters.onnx.writer import FLOAT16, MICROSOFT, GraphWriter
 
 _QUANT_TYPES = {"nf4": 1}
 """Codebook -> ``quant_type`` of MatMulBnb4."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """``accuracy_level`` of each layer's node: ``usual``, but for the layers in ``excepted``."""
+
+    usual: int
+    excepted: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, layer: str) -> int:
+        """The level of ``layer``."""
+        return self.excepted.get(layer, self.usual)
 
 
 @dataclass(frozen=True)
@@ -35,21 +48,32 @@ class _Stored:
 class LayerWriter:
     """Adds layers of ``model`` to a graph. A node carries the layer's name, which is how the reader finds it."""
 
-    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, accuracy_level: int) -> None:
+    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, levels: Levels) -> None:
         self._model = model
         self._spec = spec
         self._writer = writer
-        self._accuracy_level = accuracy_level
+        self._levels = levels
         self._embeddings: dict[str, _Stored] = {}
 
     def linear(self, layer: str, value: str, output: str | None = None) -> str:
         """``value @ weight.T + bias``, as ``output`` or under the layer's name."""
         output = output or layer
         bias = self._bias(layer)
+        if (residual := self._model.residual(layer)) is not None:
+            main = self._quantised(layer, value, f"{layer}.main", bias)
+            return self._beside(layer, residual, value, main, output)
         if layer in self._model.schemes:
             return self._quantised(layer, value, output, bias)
         weight = self._writer.floats(f"{layer}.weight", self._model.weight(layer).numpy().T)
         return self._matmul(layer, [value, weight], output, bias)
+
+    def _beside(self, layer: str, residual: LowRank, value: str, main: str, output: str) -> str:
+        """``main + value @ v.T @ u.T``; the matrices lie in fp16. The reader finds them by their nodes' names."""
+        for part in ("v", "u"):
+            node, matrix = f"{layer}.lowrank.{part}", getattr(residual, part).numpy().T
+            weight = self._half(f"{node}.weight", np.ascontiguousarray(matrix, dtype=np.float16))
+            value = self._writer.node("MatMul", [value, weight], node)
+        return self._writer.node("Add", [main, value], f"{layer}.both", [output])
 
     def roles(self, index: int, widths: Mapping[str, int], value: str) -> dict[str, str]:
         """Role -> output of its layer in block ``index``, or its part of a fused one's; ``widths`` in their order."""
@@ -168,7 +192,7 @@ class LayerWriter:
             N=stored.rows,
             bits=stored.bits,
             block_size=stored.block,
-            accuracy_level=self._accuracy_level,
+            accuracy_level=self._levels.of(layer),
         )
 
     def _in_blocks(self, stored: _Stored, layer: str) -> str:
@@ -202,6 +226,9 @@ class LayerWriter:
         )
 
     def _scales(self, layer: str, scales: NDArray[np.float16]) -> str:
-        """Scales lie in fp16; operators want them in the type of their inputs."""
-        half, kind = self._writer.tensor(f"{layer}.scales", scales), self._writer.float_type
-        return half if kind == FLOAT16 else self._writer.node("Cast", [half], f"{layer}.scales.cast", to=kind)
+        return self._half(f"{layer}.scales", scales)
+
+    def _half(self, name: str, numbers: NDArray[np.float16]) -> str:
+        """Numbers that lie in fp16; operators want them in the type of their inputs."""
+        half, kind = self._writer.tensor(name, numbers), self._writer.float_type
+        return half if kind == FLOAT16 else self._writer.node("Cast", [half], f"{name}.cast", to=kind)

@@ -28,8 +28,10 @@ DIALECT_REMARKS: Mapping[str, Sequence[str]] = MappingProxyType(
     }
 )
 MIN_BLOCK = 16
-INT8_ACTIVATIONS = 4
-"""``accuracy_level`` of MatMulNBits that rounds the activations to 8 bits; 0 leaves them in fp32."""
+INT8_ACTIVATIONS, FP32_ACTIVATIONS = 4, 0
+"""``accuracy_level`` of MatMulNBits that rounds the activations to 8 bits, and the one that leaves them in fp32."""
+_QUICK_IN_FP32 = 4
+"""The only bits whose kernel with fp32 activations is not many times slower."""
 
 FLOAT_BITS: Mapping[str, int] = MappingProxyType({"f32": 32, "f16": 16})
 """``float_type`` -> bits of a number."""
@@ -178,6 +180,17 @@ def plan_remarks(plan: Mapping[str, QuantScheme]) -> list[str]:
         "again, which is several times slower than int4"
         for codebook in found
     ]
+
+
+def float_activation_remarks(excepted: Sequence[str], plan: Mapping[str, QuantScheme]) -> list[str]:
+    """The layers that ``float_activations`` excepts, by name, and those among them that are slow so."""
+    if not excepted:
+        return []
+    told = [f"activations stay in fp32 in {len(excepted)} layers: {', '.join(excepted)}"]
+    slow = [layer for layer in excepted if layer in plan and plan[layer].bits != _QUICK_IN_FP32]
+    if slow:
+        told.append(f"with fp32 activations 2 and 8 bits are many times slower: {', '.join(slow)}")
+    return told
 
 
 def tokenizer_remarks(folder: Path, vocab_size: int) -> list[str]:

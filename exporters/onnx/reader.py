@@ -29,6 +29,8 @@ _WEIGHT_INPUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
 )
 """Operators that hold a layer's weight, and the input where each part of it lies."""
 _NF4_QUANT_TYPE = 1
+_BESIDE = ".lowrank."
+"""In the name of a node whose matrix lies beside a layer: what it takes is counted with the layer's."""
 _BITS: Mapping[int, int] = MappingProxyType(
     {onnx.TensorProto.INT4: 4, onnx.TensorProto.UINT4: 4, onnx.TensorProto.INT8: 8, onnx.TensorProto.UINT8: 8}
 )
@@ -198,9 +200,12 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     graph = _Graph(path)
     rows = []
     for layer in graph.layers.values():
+        if _BESIDE in layer.name:
+            continue
         main = next(iter(layer.tensors.values()))
         kind = _type_name(graph.tensors[main]) if layer.scheme is None else str(layer.scheme)
-        size = sum(graph.bytes(name) for name in layer.tensors.values())
+        beside = [graph.layers[name] for part in "uv" if (name := f"{layer.name}{_BESIDE}{part}") in graph.layers]
+        size = sum(graph.bytes(name) for one in (layer, *beside) for name in one.tensors.values())
         rows.append(StoredTensor(main, kind, layer.shape, size, layer.name))
     inside = {name for layer in graph.layers.values() for name in layer.tensors.values()}
     for name, tensor in graph.tensors.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from compress.models.topology import DecoderSpec
 from compress.session import CompressedModel
 from exporters.onnx.attention import AttentionWriter, RotaryTables
-from exporters.onnx.layers import LayerWriter
+from exporters.onnx.layers import LayerWriter, Levels
 from exporters.onnx.layout import to_columns
 from exporters.onnx.rows import TO_THE_END
 from exporters.onnx.writer import BOOL, GraphWriter
@@ -26,8 +26,8 @@ class _Columns:
 class StandardLayers(LayerWriter):
     """Layers as blocked DequantizeLinear and MatMul. A node that reads codes carries the layer's name."""
 
-    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, accuracy_level: int) -> None:
-        super().__init__(model, spec, writer, accuracy_level)
+    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, levels: Levels) -> None:
+        super().__init__(model, spec, writer, levels)
         self._embeddings_stored: dict[str, _Columns] = {}
 
     def norm(self, norm: str, value: str, gain: float = 1.0) -> str:

@@ -199,7 +199,7 @@ def test_bench_and_eval_pass_their_options_on(engine: Install, artifacts: Path) 
     assert main(["eval", str(artifacts), "--format", "onnx", "--reference", "m", "--windows", "3"]) == 2
     assert calls == [
         ((artifacts / "gguf/model.gguf", Measure(threads=1, repeats=5)), {}),
-        ((artifacts / "onnx/model.onnx", "m", Evaluate(windows=3)), {"cache": CacheTypes()}),
+        ((artifacts / "onnx/model.onnx", "m", Evaluate(windows=3)), {"cache": CacheTypes(), "bound": None}),
     ]
 
 

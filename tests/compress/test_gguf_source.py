@@ -159,6 +159,18 @@ def test_rotary_positions_are_those_of_the_configuration(name: str, tmp_path: Pa
     assert torch.equal(blockwise(folder, tokens)[0], next(Decoder(found).logits(tokens)))
 
 
+@pytest.mark.parametrize(("pattern", "full"), [(2, [1, 3]), ([True, False, False, True], [1, 2]), (None, [])])
+def test_windows_of_gemma_3_come_as_a_period_or_block_by_block(pattern: Any, full: list[int], tmp_path: Path) -> None:
+    folder, _ = written("gemma3", tmp_path, num_hidden_layers=4, layer_types=["full_attention"] * 4)
+    config = json.loads((folder / "config.json").read_text())
+    keys = metadata(config) | ({} if pattern is None else {"attention.sliding_window_pattern": pattern})
+    keys["rope.freq_base_swa"] = 100.0
+    file = write(tmp_path / "g.gguf", "gemma3", keys, vocabulary(folder, 320), tensors(folder, config))
+    found = open_gguf(file, tmp_path / "cache").config
+    assert [i for i, kind in enumerate(found["layer_types"]) if kind == "full_attention"] == full
+    assert found["rope_parameters"]["sliding_attention"]["rope_theta"] == 100.0
+
+
 def test_longrope_comes_from_both_lists_of_factors(tmp_path: Path) -> None:
     lists = {"short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0], "long_factor": [1.1 * i for i in range(1, 9)]}
     scaling = {"rope_type": "longrope", "rope_theta": 10000.0, **lists}

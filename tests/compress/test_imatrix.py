@@ -17,12 +17,15 @@ import torch
 from calibration.stats import InputStats
 from compress.__main__ import main
 from compress.errors import InputError
+from compress.fingerprint import fingerprint
 from compress.importance import collect
 from compress.models.gguf.imatrix import entry_of, misfits, read_imatrix, write_imatrix
 from compress.models.topology import describe
 from compress.passes.rtn import Rtn
+from compress.prepare import prepare
 from compress.recipe import Calibration
 from compress.scheme import QuantScheme
+from compress.texts import text_windows
 from tests.compress.families import Watch, compressed, saved
 from tests.compress.gguf_files import tensors, written
 from tests.compress.runs import Bench
@@ -103,9 +106,9 @@ def test_the_file_is_what_gguf_py_reads_as_llama_imatrix_writes_it(tmp_path: Pat
 
 def quantised_by_llama_cpp(source: Path, out: Path, imatrix: Path | None, ftype: int) -> dict[str, Any]:
     """Name -> tensor of gguf-py's reader, of ``source`` quantised by llama.cpp's own code."""
-    from compress.runner.llamacpp import _library
+    from compress.runner.llama_library import library as loaded
 
-    library, _ = _library()
+    library, _ = loaded()
     settings = library.llama_model_quantize_default_params()
     settings.ftype, settings.nthread, settings.pure = ftype, 1, True
     if imatrix is not None:
@@ -279,3 +282,14 @@ def test_the_command_writes_the_file_once(bench: Bench, tmp_path: Path, capsys: 
     report = json.loads(capsys.readouterr().out)
     assert report["artifacts"][0]["parity"]["mismatched"] == []
     assert report["warnings"] == []
+
+
+def test_a_run_is_gone_on_with_only_with_the_same_file(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    entries = {"blk.0.attn_q.weight": (np.ones((1, 64), F32), np.ones(1, F32))}
+    found = []
+    for count in (1, 2):
+        write_imatrix(file, entries, ["x"], count, 1)
+        prepared, _, _ = prepare(bench.recipe(passes=f"[{{rtn: {{importance: {file}}}}}]"))
+        found.append(fingerprint(prepared, text_windows(prepared)[0], "weights"))
+    assert [name for name in found[0] if found[0][name] != found[1][name]] == ["passes.rtn.importance (SHA-256)"]

@@ -148,7 +148,8 @@ def test_a_dump_holds_every_default() -> None:
     filled_in = recipe.to_dict(read(MINIMAL))
     assert filled_in["passes"] == [{"round": {"scheme": "int4-g32", "search": True}}]
     usual = {"prompt_tokens": 128, "generate_tokens": 64, "threads": "auto", "repeats": 3}
-    assert filled_in["measure"] == usual | {"kv_keys": "f16", "kv_values": "f16"}
+    cache = {"kv_keys": "f16", "kv_values": "f16", "window": None, "sinks": 4}
+    assert filled_in["measure"] == usual | cache
     assert set(filled_in) == {
         "model", "calibration", "passes", "export", "measure", "evaluate", "gates", "ignore", "pin",
     }  # fmt: skip

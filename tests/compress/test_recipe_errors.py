@@ -22,11 +22,12 @@ class Unwritable:
         # Misspelt and misplaced keys, at every level.
         ("expotr: []", "expotr: unknown key; did you mean 'export'?"),
         ("calibration: {sampels: 8}", "calibration.sampels: unknown key; did you mean 'samples'?"),
-        ("evaluate: {window: 8}", "evaluate.window: unknown key; did you mean 'windows'?"),
+        ("evaluate: {windos: 8}", "evaluate.windos: unknown key; did you mean 'windows'?"),
         ("gates: {max_kdl: 0.1}", "gates.max_kdl: unknown key; did you mean 'max_kld'?"),
         (
             "measure: {zzz: 1}",
-            "measure.zzz: unknown key; known: prompt_tokens, generate_tokens, threads, repeats, kv_keys, kv_values",
+            "measure.zzz: unknown key; known: prompt_tokens, generate_tokens, threads, repeats, kv_keys, kv_values, "
+            "window, sinks",
         ),
         ("samples: 8", "samples: unknown key here; it belongs under calibration"),
         ("calibration: {threads: 2}", "calibration.threads: unknown key here; it belongs under measure"),

@@ -482,7 +482,8 @@ def test_sequences_beyond_the_context_of_the_file_are_refused_before_any_work(tm
     folder = checkpoint("mistral", tmp_path)
     recipe = loads(
         f"model: {folder}\npasses: [rtn: {{}}]\nexport: [gguf, onnx]\n"
-        "measure: {prompt_tokens: 5, generate_tokens: 4}\ncalibration: {sequence_length: 16}\nevaluate: {sequence_length: 12}\n",
+        "measure: {prompt_tokens: 5, generate_tokens: 4}\ncalibration: {sequence_length: 16}\n"
+        "evaluate: {sequence_length: 12}\n",
         registry.load,
     )
     with pytest.raises(InputError) as caught:

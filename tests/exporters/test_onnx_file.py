@@ -30,6 +30,7 @@ from tests.exporters.generation import by_genai, by_runtime
 from tests.support import TEMPLATE, fake_quantized, naive_round, rounded_model, tiny_llama
 
 ODD = {"hidden_size": 96, "intermediate_size": 200}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 1}
 
 
 def export(model: CompressedModel, folder: Path, accuracy_level: int = 4) -> Artifact:
@@ -63,6 +64,39 @@ def test_every_quantised_node_carries_the_accuracy_level(tmp_path: Path, level: 
     nodes = [node for node in graph_of(export(model, tmp_path / "out", level)).node if node.op_type == "MatMulNBits"]
     assert {node.name for node in nodes} == {*model.schemes, "lm_head"} - {"model.embed_tokens"}
     assert all(attributes(node)["accuracy_level"] == level for node in nodes)
+
+
+def test_layers_may_be_excepted_from_the_level_and_are_named(tmp_path: Path) -> None:
+    plan = {"model.layers.0.mlp.up_proj": "int8-g32"}
+    model = rounded_model(tiny_llama(tmp_path / "m", tie_word_embeddings=True), tmp_path / "w", plan=plan)
+    spec, schemes = describe(model.config), model.schemes
+    exporter = OnnxExporter(float_activations=("*.v_proj", "model.layers.0.mlp.up_proj", "lm_head"))
+    (tmp_path / "out").mkdir()
+    levels = {
+        node.name: attributes(node)["accuracy_level"]
+        for node in graph_of(exporter.write(model, tmp_path / "out")).node
+        if node.op_type == "MatMulNBits"
+    }
+    excepted = [layer for layer in levels if levels[layer] == 0]
+    values = [f"model.layers.{index}.self_attn.v_proj" for index in range(2)]
+    assert sorted(excepted) == sorted([*values, "model.layers.0.mlp.up_proj", "lm_head"])
+    named, slow = exporter.remarks(spec, schemes)
+    assert named.startswith("activations stay in fp32 in 4 layers: model.layers.0.self_attn.v_proj, ")
+    assert all(layer in named for layer in excepted)
+    assert slow.endswith("many times slower: model.layers.0.mlp.up_proj, lm_head")
+    assert OnnxExporter().remarks(spec, schemes) == []
+
+
+def test_patterns_of_excepted_layers_are_checked() -> None:
+    assert OnnxExporter(float_activations=("*.v_proj", "*.w_proj")).check(describe(LLAMA), {}, {}) == [
+        "float_activations: '*.w_proj' names no layer"
+    ]
+    for arguments, said in (
+        ({"float_activations": ("re:(",)}, "not a regular expression"),
+        ({"float_activations": ("*",), "dialect": "standard"}, "float_activations: in the standard dialect"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            OnnxExporter(**arguments)
 
 
 @pytest.mark.parametrize(("columns", "stored"), [(32, 1), (96, 2), (200, 4)])

@@ -134,8 +134,11 @@ def _local(facts: Facts) -> dict[str, Any]:
 def _gemma3(facts: Facts) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": facts.get("rope.freq_base_swa", 10000.0)}
     ropes = {"full_attention": rope(facts), "sliding_attention": local}
-    blocks, period = facts.need("block_count"), facts.get("attention.sliding_window_pattern", 6)
-    kinds = ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(blocks)]
+    blocks = facts.need("block_count")
+    # A period, or for each block whether it has a window.
+    pattern = facts.file.metadata.get("gemma3.attention.sliding_window_pattern", 6)
+    slides = pattern if isinstance(pattern, list) else [(index + 1) % pattern != 0 for index in range(blocks)]
+    kinds = ["sliding_attention" if sliding else "full_attention" for sliding in slides]
     return _local(facts) | {"rope_parameters": ropes, "layer_types": kinds}
 
 

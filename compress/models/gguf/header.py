@@ -11,6 +11,7 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,23 +181,22 @@ def _shown(problems: Sequence[str]) -> list[str]:
     return [*problems[:SHOWN], *([f"... and {len(problems) - SHOWN} more"] if problems[SHOWN:] else [])]
 
 
-class _opened:  # noqa: N801 - a context manager
+@contextmanager
+def _opened(path: Path) -> Iterator[mmap.mmap]:
     """The bytes of a file, mapped while the context lasts; InputError where there is no such file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Any:
-        if not self._path.is_file():
-            raise InputError("there is no such file", where=str(self._path))
-        with self._path.open("rb") as file:
+    if not path.is_file():
+        raise InputError("there is no such file", where=str(path))
+    try:
+        with path.open("rb") as file:
             if file.seek(0, 2) == 0:
-                raise InputError("the file is empty", where=str(self._path), fix=_AGAIN)
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._data
-
-    def __exit__(self, *raised: object) -> None:
-        self._data.close()
+                raise InputError("the file is empty", where=str(path), fix=_AGAIN)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise InputError(f"the file cannot be read: {error}", where=str(path)) from error
+    try:
+        yield data
+    finally:
+        data.close()
 
 
 class _Cursor:
