@@ -78,6 +78,12 @@ class Prepared:
         bits: int = max(step.value.stored_bits(scheme, shape) for step in self.recipe.export)
         return bits
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest sequence that the model and every artifact compute."""
+        taken: list[int] = [step.value.context_length(self.spec) for step in self.recipe.export]
+        return min([self.spec.max_positions, *taken])
+
     def compressed(self, store: Store, float_activations: Iterable[str] = ()) -> CompressedModel:
         """The model as far as ``store`` has it; ``float_activations`` as :class:`CompressedModel` has them."""
         source, tied = self.checkpoint, self.spec.tied
@@ -112,8 +118,9 @@ class Prepared:
         decoder = Decoder(self.checkpoint, model.parameter, spool, precision, model.kv)
         plan = {layer: scheme for layer, scheme in self.pinned.items() if scheme is not None}
         seed = self.recipe.calibration.seed
+        together = [layers for step in self.recipe.export for layers in step.value.one_scheme(self.spec)]
         session = Session(
-            decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real, self.stored_bits
+            decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real, self.stored_bits, together
         )
         session.residual_rank = self.residual_rank
         complaints = [text for step in self.passes for text in step.value.check(session)]
@@ -141,8 +148,9 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     unfit: list[str] = []
     remarks = list(original.remarks)
     plans = [session.plan, *(plan for step in prepared.of_scope("model") for plan in step.value.candidates(session))]
+    biased = {layer for layer in shapes if f"{layer}.bias" in checkpoint.files}
     for step in recipe.export:
-        found = [text for plan in plans for text in step.value.check(spec, plan, shapes, session.kv)]
+        found = [text for plan in plans for text in step.value.check(spec, plan, shapes, session.kv, biased)]
         unfit += [f"{step.name}: {text}" for text in dict.fromkeys(found)]
         if session.residual_rank and not getattr(step.value, "holds_residual", False):
             unfit.append(
@@ -193,7 +201,7 @@ def _no_window(name: str, format_: str) -> Iterator[str]:
 
 
 def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
-    """Sequences beyond the model's positions."""
+    """Sequences beyond the model's positions, and those beyond what a file computes."""
     lengths = {"calibration.sequence_length": recipe.calibration.sequence_length}
     if recipe.evaluate is not None:
         lengths["evaluate.sequence_length"] = recipe.evaluate.sequence_length
@@ -202,6 +210,12 @@ def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:
     for name, length in lengths.items():
         if length > spec.max_positions:
             yield f"{name}: {length} tokens, and the model takes {spec.max_positions}"
+    del lengths["calibration.sequence_length"]
+    for step in recipe.export:
+        taken = step.value.context_length(spec)
+        for name, length in lengths.items():
+            if taken < length <= spec.max_positions:
+                yield f"{name}: {length} tokens, and the file of {step.name} takes {taken}"
 
 
 def _unfit_caches(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:

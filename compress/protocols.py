@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -155,12 +155,24 @@ class Exporter(Protocol):
         plan: Mapping[str, QuantScheme],
         shapes: Mapping[str, tuple[int, int]],
         kv: KVScheme | None = None,
+        biased: Collection[str] = (),
     ) -> Sequence[str]:
-        """Complaints (layer, shape, why, and what would do), one an offender, before any work; also about the cache."""
+        """Complaints (layer, shape, why, and what would do), one an offender, before any work; also about the cache.
+
+        ``biased`` are the layers that have a bias.
+        """
         ...
 
     def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
         """What a user of a file of this model with such layers should know; for the report."""
+        ...
+
+    def context_length(self, spec: DecoderSpec) -> int:
+        """Tokens of the longest sequence that a file computes as the model does: its positions, or fewer."""
+        ...
+
+    def one_scheme(self, spec: DecoderSpec) -> Sequence[Sequence[str]]:
+        """Layers that the file stores as one tensor, and that therefore must have one scheme; disjoint."""
         ...
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:

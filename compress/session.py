@@ -80,6 +80,8 @@ class Session:
     """bool [samples, sequence_length]: False where a window is padded (on the right). None: every token is real."""
     stored_bits: StoredBits = compact_bits
     """Of a layer in the recipe's artifacts: the most that one of them takes."""
+    one_scheme: Sequence[Sequence[str]] = ()
+    """Layers that an artifact can only store with the same scheme: a planner chooses for them together."""
 
     kv: KVScheme | None = None
     """How the key/value cache will be stored; None: in floating point."""

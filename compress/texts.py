@@ -36,7 +36,7 @@ def text_windows(prepared: Prepared) -> tuple[Windows, Windows]:
     evaluate = recipe.evaluate
     if evaluate is None:
         # Parity is checked in every run, so a little text is needed all the same.
-        length = min(Evaluate().sequence_length, prepared.spec.max_positions)
+        length = min(Evaluate().sequence_length, prepared.context_length)
         evaluate = Evaluate(windows=PARITY_WINDOWS, sequence_length=length)
     evaluation = token_windows(checkpoint, evaluate, "evaluation")
     if recipe.measure is not None and evaluation.tokens.numel() < recipe.measure.prompt_tokens:

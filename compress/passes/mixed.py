@@ -92,8 +92,8 @@ class Mixed:
         ]
 
     def candidates(self, session: Session) -> list[dict[str, QuantScheme]]:
-        """One plan a choice."""
-        return [dict.fromkeys(self._free(session), choice) for choice in self.choices]
+        """One plan a choice, with the layers that are pinned."""
+        return [session.plan | dict.fromkeys(self._free(session), choice) for choice in self.choices]
 
     def kept_windows(self, samples: int) -> int:
         """The windows that sensitivity is measured on."""
@@ -106,7 +106,7 @@ class Mixed:
         loss = self._sensitivity(session, layers)
         fixed, weights = self._fixed_bits(session)
         bits = [[_bits(session, layer, choice) for choice in self.choices] for layer in layers]
-        picked = solve([loss[layer] for layer in layers], bits, self._budget(weights) - fixed)
+        picked = self._picked(session, loss, dict(zip(layers, bits, strict=True)), self._budget(weights) - fixed)
         for layer, choice in zip(layers, picked, strict=True):
             session.plan[layer] = self.choices[choice]
         used = fixed + sum(row[choice] for row, choice in zip(bits, picked, strict=True))
@@ -134,6 +134,24 @@ class Mixed:
                 },
             },
         )
+
+    def _picked(
+        self, session: Session, loss: Mapping[str, list[float]], bits: Mapping[str, list[int]], budget: int
+    ) -> list[int]:
+        """The choice for each layer; layers that must have one scheme are one item of the knapsack."""
+        together = {layer: tuple(layers) for layers in session.one_scheme for layer in layers}
+        items: dict[tuple[str, ...], list[str]] = {}
+        for layer in loss:
+            items.setdefault(together.get(layer, (layer,)), []).append(layer)
+        costs = [
+            [sum(column) for column in zip(*(loss[layer] for layer in item), strict=True)] for item in items.values()
+        ]
+        sizes = [
+            [sum(column) for column in zip(*(bits[layer] for layer in item), strict=True)] for item in items.values()
+        ]
+        chosen = zip(items.values(), solve(costs, sizes, budget), strict=True)
+        choices = {layer: choice for item, choice in chosen for layer in item}
+        return [choices[layer] for layer in loss]
 
     def _target(self) -> dict[str, float]:
         given = {"target_bits": self.target_bits, "target_size": self.target_size}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 from compress.errors import InputError, nearest
 from compress.protocols import Artifact, StoredTensor
 from compress.scheme import QuantScheme
-from exporters.gguf.storage import FLOATS, TERNARY, TypeChoices, complaint
+from exporters.gguf.pretokenizers import LLAMA_CPP_NAMES
+from exporters.gguf.storage import FLOATS, TERNARY, TypeChoices
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +35,7 @@ class GgufExporter:
     """Writes ``model.gguf``.
 
     ``float_type`` (f16, f32, bf16) stores the layers that stay in floating point, ``ternary`` (tq2_0, tq1_0) those of
-    three values.
+    three values. ``pre_tokenizer`` is llama.cpp's name for how text is split, where it cannot be found out.
     """
 
     format: ClassVar[str] = "gguf"
@@ -44,9 +45,12 @@ class GgufExporter:
 
     float_type: str = "f16"
     ternary: str = "tq2_0"
+    pre_tokenizer: str | None = None
 
     def __post_init__(self) -> None:
-        known = {"float_type": FLOATS, "ternary": TERNARY}
+        known: dict[str, Collection[str]] = {"float_type": FLOATS, "ternary": TERNARY}
+        if self.pre_tokenizer is not None:
+            known["pre_tokenizer"] = LLAMA_CPP_NAMES
         wrong = {name: getattr(self, name) for name, table in known.items() if getattr(self, name) not in table}
         if wrong:
             raise InputError(
@@ -67,25 +71,37 @@ class GgufExporter:
         plan: Mapping[str, QuantScheme],
         shapes: Mapping[str, tuple[int, int]],
         kv: KVScheme | None = None,
+        biased: Collection[str] = (),
     ) -> Sequence[str]:
         """Complaints (layer, shape, why, and what would do), one an offender, before any work."""
-        from exporters.gguf.families import GGUF_FAMILIES, spec_complaints
+        from exporters.gguf.limits import complaints
 
-        if spec.family.name not in GGUF_FAMILIES:
-            return spec_complaints(spec)
-        stored = (complaint(layer, shapes[layer], scheme) for layer, scheme in plan.items())
         cache = [] if kv is None else [KV_COMPLAINT]
-        return [*spec_complaints(spec), *(text for text in stored if text), *cache]
+        return [*complaints(spec, plan, shapes, biased), *cache]
 
     def check_tokenizer(self, folder: Path, vocab_size: int) -> Sequence[str]:
         """Remarks about texts that llama.cpp splits otherwise; InputError if GGUF cannot hold the tokenizer."""
         from exporters.gguf.tokenizer import check_tokenizer
 
-        return check_tokenizer(folder, vocab_size)
+        return check_tokenizer(folder, vocab_size, self.pre_tokenizer)
 
     def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
-        """None: llama.cpp rounds the inputs of every quantised layer to 8 bits."""
-        return []
+        """A context that ends before the model's positions do, and where llama.cpp chooses otherwise."""
+        from exporters.gguf.limits import remarks
+
+        return remarks(spec)
+
+    def context_length(self, spec: DecoderSpec) -> int:
+        """Up to a window that llama.cpp ignores, or to the model's last position."""
+        from exporters.gguf.limits import context_length
+
+        return context_length(spec)
+
+    def one_scheme(self, spec: DecoderSpec) -> Sequence[Sequence[str]]:
+        """The experts of a block: llama.cpp reads one projection of all of them as one tensor."""
+        from exporters.gguf.limits import one_scheme
+
+        return one_scheme(spec)
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
         """Bits of a linear layer in the file: whole blocks, a scale in each."""
@@ -95,7 +111,7 @@ class GgufExporter:
         """Write ``model.gguf`` into the empty folder ``out``; OSError (disk full, ...) passes through."""
         from exporters.gguf.writer import write_gguf
 
-        write_gguf(model, out / ENTRY, self._choices)
+        write_gguf(model, out / ENTRY, self._choices, self.pre_tokenizer)
         return Artifact(self.format, out, ENTRY)
 
     def read_back(self, artifact: Artifact, layers: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float32]]]:

@@ -1,133 +1,120 @@
-"""What each model family is called in GGUF: rows of a table. Imports nothing heavy.
+"""What llama.cpp computes for each model family, where families differ in it: rows of a table. Imports nothing heavy.
 
-Names and keys follow ``gguf-py/gguf/constants.py``; what the llama.cpp graph expects of each is stated here.
+Names of tensors are not here: gguf-py knows them (:mod:`exporters.gguf.tensors`). What a row says was tried against
+the torch decoder, with llama.cpp of llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from compress.models.topology import DecoderSpec, Family
+from compress.models.families import Scaling
+from compress.models.topology import DecoderSpec
 
-HeadCount = Callable[[DecoderSpec], int]
+OfBlocks = Callable[[DecoderSpec], Sequence[bool]]
+"""Something that llama.cpp does, or not, in each block."""
+
+
+def _everywhere(spec: DecoderSpec) -> Sequence[bool]:
+    return [True] * spec.layers
+
+
+def _three_of_four(spec: DecoderSpec) -> Sequence[bool]:
+    return [(index + 1) % 4 != 0 for index in range(spec.layers)]
+
+
+def _plain(spec: DecoderSpec) -> Scaling:
+    return Scaling(attention=spec.head_dim**-0.5)
+
+
+def _gemma(spec: DecoderSpec) -> Scaling:
+    return Scaling(embedding=spec.hidden_size**0.5, attention=spec.head_dim**-0.5)
+
+
+def _by_depth(largest: int) -> Callable[[DecoderSpec], Scaling]:
+    """llama.cpp tells the largest model of a family, whose scale is another, by its number of blocks."""
+
+    def computed(spec: DecoderSpec) -> Scaling:
+        width = spec.hidden_size / spec.heads if spec.layers == largest else spec.head_dim
+        return replace(_gemma(spec), attention=width**-0.5)
+
+    return computed
+
+
+def _gemma2(spec: DecoderSpec) -> Scaling:
+    return replace(_by_depth(46)(spec), attention_cap=50.0, logits_cap=30.0)
 
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """One row: the architecture's name and the names under ``blk.N`` of each role.
+    """One row: the architecture's name, and what its graph computes.
 
-    ``interleaved`` are the roles whose rows llama.cpp wants permuted (rotary pairs side by side, where the
-    checkpoint has the two halves of a head), with the number of heads in which they are permuted.
+    ``interleaved``: rows of q and k have rotary pairs side by side, where the checkpoint has the two halves of a head.
+    ``scaling_keys`` are the fields of :class:`Scaling` that the file states, with their keys; the others, and what the
+    model has none of, are as ``computed``. ``windows``: it heeds sliding windows, in the blocks that the file names.
+    ``positions``: the blocks whose heads it rotates. ``local_rope``: blocks with a window have a rotary base of their
+    own. ``rope_types`` are those whose keys or tensors it heeds, ``partial``: heads may be rotated in part.
+    ``normalised``: the probabilities of the chosen experts are scaled to a sum of 1. ``tied``: where a file has no
+    head, the embedding is one. ``biases`` are the roles of layers whose biases it reads.
     """
 
     architecture: str
-    linears: Mapping[str, str]
-    norms: Mapping[str, str]
-    interleaved: Mapping[str, HeadCount]
+    interleaved: bool = False
     activation: str = "silu"
-    embedding: str = "token_embd"
-    final_norm: str = "output_norm"
-    head: str = "output"
+    scaling_keys: Mapping[str, str] = field(default_factory=dict)
+    computed: Callable[[DecoderSpec], Scaling] = _plain
+    windows: bool = False
+    positions: OfBlocks = _everywhere
+    local_rope: bool = False
+    rope_types: Sequence[str] = ("default", "linear", "yarn")
+    partial: bool = False
+    normalised: bool = True
+    tied: bool = True
+    biases: Collection[str] = ()
 
+
+_LLAMA_ROPE = ("default", "linear", "yarn", "llama3", "longrope")
+_ATTENTION_INPUTS = ("q", "k", "v")
+_ALL_LINEARS = (*_ATTENTION_INPUTS, "o", "gate", "up", "down")
+_LLAMA = GgufFamily("llama", interleaved=True, rope_types=_LLAMA_ROPE, biases=_ALL_LINEARS)
+_GEMMA = GgufFamily("gemma", activation="gelu_pytorch_tanh", computed=_gemma)
+_CAPS = {"attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}
 
 GGUF_FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
     {
-        "llama": GgufFamily(
-            architecture="llama",
-            linears={
-                "q": "attn_q",
-                "k": "attn_k",
-                "v": "attn_v",
-                "o": "attn_output",
-                "gate": "ffn_gate",
-                "up": "ffn_up",
-                "down": "ffn_down",
+        "llama": _LLAMA,
+        "mistral": _LLAMA,
+        "mixtral": _LLAMA,
+        "qwen2": GgufFamily("qwen2", biases=_ATTENTION_INPUTS),
+        "qwen3": GgufFamily("qwen3"),
+        "qwen2_moe": GgufFamily("qwen2moe", normalised=False, tied=False, biases=_ATTENTION_INPUTS),
+        "qwen3_moe": GgufFamily("qwen3moe"),
+        "gemma": _GEMMA,
+        "gemma2": replace(_GEMMA, architecture="gemma2", scaling_keys=_CAPS, computed=_gemma2, windows=True),
+        "gemma3_text": replace(
+            _GEMMA,
+            architecture="gemma3",
+            scaling_keys={"logits_cap": _CAPS["logits_cap"]},
+            computed=_by_depth(62),
+            windows=True,
+            local_rope=True,
+        ),
+        "phi3": GgufFamily("phi3", rope_types=("default", "longrope"), partial=True),
+        "smollm3": GgufFamily("smollm3", interleaved=True, positions=_three_of_four),
+        "olmo2": GgufFamily("olmo2", tied=False),
+        "granite": GgufFamily(
+            "granite",
+            interleaved=True,
+            rope_types=_LLAMA_ROPE,
+            biases=_ALL_LINEARS,
+            scaling_keys={
+                "embedding": "embedding_scale",
+                "attention": "attention.scale",
+                "residual": "residual_scale",
+                "logits": "logit_scale",
             },
-            norms={"attention": "attn_norm", "feed_forward": "ffn_norm"},
-            interleaved={"q": lambda spec: spec.heads, "k": lambda spec: spec.kv_heads},
         ),
     }
 )
-
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-_YARN_FIXED: Mapping[str, object] = MappingProxyType(
-    {
-        "attention_factor": None,
-        "mscale": None,
-        "mscale_all_dim": None,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "truncate": True,
-    }
-)
-"""What llama.cpp 0.3.36 computes for a llama whatever the file says: its beta keys are read and not used (tried)."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One tensor of the file and the checkpoint's tensor that it holds.
-
-    ``layer`` is set for a weight matrix; ``heads`` > 0 means rows permuted within that many heads.
-    """
-
-    name: str
-    source: str
-    layer: str | None = None
-    heads: int = 0
-
-
-def slots(spec: DecoderSpec, has_dense: Callable[[str], bool]) -> Iterator[Slot]:
-    """Every tensor of the file in its order; biases where the checkpoint has them."""
-    row, family = GGUF_FAMILIES[spec.family.name], spec.family
-    yield Slot(f"{row.embedding}.weight", f"{family.embedding}.weight", family.embedding)
-    yield Slot(f"{row.final_norm}.weight", f"{family.final_norm}.weight")
-    if not spec.tied:
-        yield Slot(f"{row.head}.weight", f"{family.head}.weight", family.head)
-    for index in range(spec.layers):
-        for role, norm in row.norms.items():
-            yield Slot(f"blk.{index}.{norm}.weight", f"{spec.norm(index, role)}.weight")
-        for role, linear in row.linears.items():
-            layer = spec.linear(index, role)
-            heads = row.interleaved[role](spec) if role in row.interleaved else 0
-            yield Slot(f"blk.{index}.{linear}.weight", f"{layer}.weight", layer, heads)
-            if has_dense(f"{layer}.bias"):
-                yield Slot(f"blk.{index}.{linear}.bias", f"{layer}.bias", None, heads)
-
-
-def layer_names(family: Family, blocks: int) -> dict[str, tuple[str, str]]:
-    """GGUF tensor name -> (layer of the checkpoint, role) of every weight matrix that a file may hold."""
-    row = GGUF_FAMILIES[family.name]
-    found = {f"{row.embedding}.weight": (family.embedding, ""), f"{row.head}.weight": (family.head, "")}
-    for index in range(blocks):
-        block = family.block.format(index=index)
-        for role, linear in row.linears.items():
-            found[f"blk.{index}.{linear}.weight"] = (f"{block}.{family.linears[role]}", role)
-    return found
-
-
-def spec_complaints(spec: DecoderSpec) -> Sequence[str]:
-    """What llama.cpp's graph of this family does not compute, one complaint each."""
-    row = GGUF_FAMILIES.get(spec.family.name)
-    if row is None:
-        known = ", ".join(GGUF_FAMILIES)
-        return [f"the GGUF exporter does not know the family '{spec.family.name}'; it knows {known}"]
-    complaints = []
-    if spec.activation != row.activation:
-        complaints.append(f"llama.cpp computes {row.architecture} with {row.activation}, not '{spec.activation}'")
-    return complaints + list(_rope_complaints(spec))
-
-
-def _rope_complaints(spec: DecoderSpec) -> Iterator[str]:
-    kind = spec.rope.get("rope_type", "default")
-    if kind not in ROPE_TYPES:
-        yield f"rope type '{kind}' has no GGUF keys that llama.cpp reads; known: {', '.join(ROPE_TYPES)}"
-    share = spec.rope.get("partial_rotary_factor")
-    if share not in (None, 1, 1.0):
-        yield f"rotary positions over {share} of a head is not what llama.cpp computes for this family"
-    if kind == "yarn":
-        for key, fixed in _YARN_FIXED.items():
-            if spec.rope.get(key) not in (None, fixed):
-                usual = "not set" if fixed is None else fixed
-                yield f"rope type 'yarn' with {key}={spec.rope[key]}: llama.cpp computes it as if that were {usual}"

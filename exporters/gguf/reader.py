@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compress.errors import CompressError, InputError
-from compress.models.topology import FAMILIES, Family
+from compress.models.topology import FAMILIES
 from compress.protocols import StoredTensor
-from exporters.gguf.families import GGUF_FAMILIES, layer_names
+from exporters.gguf.families import GGUF_FAMILIES
+from exporters.gguf.tensors import expert_number, head_key, layers_by_tensor, tensor_name
 from exporters.gguf.writer import interleaved_rows
 
 if TYPE_CHECKING:
@@ -28,30 +29,21 @@ def read_layers(path: Path, layers: Sequence[str]) -> Iterator[tuple[str, NDArra
     from gguf import GGUFReader, dequantize
 
     reader = GGUFReader(path)
-    family, names = _names(_text(reader, "general.architecture"), _number(reader, "block_count"), path)
-    tensors = {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}
-    found = {layer: (tensor, role) for (layer, role), tensor in tensors.items()}
-    missing = [layer for layer in layers if layer not in found]
+    architecture, blocks = _text(reader, "general.architecture"), _number(reader, "block_count")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    names = {layer: tensor_name(architecture, blocks, f"{layer}.weight") for layer in layers}
+    missing = [layer for layer, name in names.items() if name not in tensors]
     if missing:
         raise CompressError(f"the file holds no tensor for {', '.join(missing)}", where=str(path))
-    heads = {"q": _number(reader, "attention.head_count"), "k": _number(reader, "attention.head_count_kv")}
-    interleaved = GGUF_FAMILIES[family.name].interleaved
-    for layer in layers:
-        tensor, role = found[layer]
-        weight = dequantize(tensor.data, tensor.tensor_type)
-        if role in interleaved:
-            order = interleaved_rows(weight.shape[0], heads[role])
+    for layer, name in names.items():
+        assert name is not None
+        tensor, expert = tensors[name], expert_number(layer)
+        weight = dequantize(tensor.data if expert is None else tensor.data[expert], tensor.tensor_type)
+        key = head_key(architecture, name)
+        if key is not None:
+            order = interleaved_rows(weight.shape[0], _number(reader, f"attention.{key}"))
             weight = weight[np.argsort(order)]
         yield layer, weight
-
-
-def _names(architecture: str, blocks: int, path: Path) -> tuple[Family, Mapping[str, tuple[str, str]]]:
-    for name, row in GGUF_FAMILIES.items():
-        if row.architecture == architecture:
-            return FAMILIES[name], layer_names(FAMILIES[name], blocks)
-    raise InputError(
-        f"architecture '{architecture}' is not known", where=str(path), fix=f"known: {', '.join(GGUF_FAMILIES)}"
-    )
 
 
 def _text(reader: GGUFReader, key: str) -> str:
@@ -63,23 +55,36 @@ def _number(reader: GGUFReader, key: str) -> int:
 
 
 def stored_tensors(path: Path) -> Sequence[StoredTensor]:
-    """Every tensor of the file, from its header; InputError if the file is no GGUF file."""
+    """Every tensor of the file, from its header, those of experts apart; InputError if the file is no GGUF file."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     with path.open("rb") as file:
         facts, infos = _header(file, path)
-    names: Mapping[str, tuple[str, str]] = {}
-    architecture = facts.get("general.architecture")
-    if any(row.architecture == architecture for row in GGUF_FAMILIES.values()):
-        _, names = _names(str(architecture), int(facts[f"{architecture}.block_count"]), path)
+    layers = _layers(facts)
     found = []
     for name, shape, number in infos:
         kind = GGMLQuantizationType(number)
         block, block_bytes = GGML_QUANT_SIZES[kind]
         size = int(np.prod(shape)) // block * block_bytes
-        layer = names[name][0] if name in names else None
-        found.append(StoredTensor(name, kind.name, shape, size, layer))
+        held = layers.get(name, ())
+        if len(shape) < 3 or len(held) != shape[0]:
+            found.append(StoredTensor(name, kind.name, shape, size, held[0] if held else None))
+            continue
+        found += [
+            StoredTensor(f"{name}[{expert}]", kind.name, shape[1:], size // shape[0], layer)
+            for expert, layer in enumerate(held)
+        ]
     return found
+
+
+def _layers(facts: Mapping[str, Any]) -> Mapping[str | None, tuple[str, ...]]:
+    """Tensor -> the layers of a checkpoint that it holds; empty for an architecture that no row has."""
+    architecture = facts.get("general.architecture")
+    experts = facts.get(f"{architecture}.expert_count") or 0
+    for name, row in GGUF_FAMILIES.items():
+        if row.architecture == architecture and (FAMILIES[name].experts is not None) == bool(experts):
+            return layers_by_tensor(FAMILIES[name], facts[f"{architecture}.block_count"], experts)
+    return {}
 
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

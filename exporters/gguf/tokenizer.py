@@ -53,19 +53,21 @@ class Vocabulary:
     chat_template: str | Sequence[Mapping[str, str]] | None
 
 
-def check_tokenizer(folder: Path, vocab_size: int) -> Sequence[str]:
+def check_tokenizer(folder: Path, vocab_size: int, pre_tokenizer: str | None = None) -> Sequence[str]:
     """Remarks about texts that llama.cpp would split otherwise; InputError if it cannot hold this tokenizer at all.
 
     Takes a fraction of a second, so it can run before any work starts.
     """
-    return read_vocabulary(folder, vocab_size).splitting.remarks
+    return read_vocabulary(folder, vocab_size, pre_tokenizer=pre_tokenizer).splitting.remarks
 
 
-def read_vocabulary(folder: Path, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> Vocabulary:
+def read_vocabulary(
+    folder: Path, vocab_size: int, eos_token_ids: Sequence[int] = (), pre_tokenizer: str | None = None
+) -> Vocabulary:
     """The tokenizer in ``folder``, padded to ``vocab_size`` tokens (the rows of the embedding).
 
-    ``eos_token_ids``: every id that ends a text by the model's configuration. InputError lists what llama.cpp
-    cannot do of this tokenizer.
+    ``eos_token_ids``: every id that ends a text by the model's configuration. ``pre_tokenizer``: llama.cpp's name for
+    it, where it is not to be found out. InputError lists what llama.cpp cannot do of this tokenizer.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -83,7 +85,10 @@ def read_vocabulary(folder: Path, vocab_size: int, eos_token_ids: Sequence[int] 
         tokens, types = _pieces(tokenizer, vocab_size)
         ids = _special_ids(config, {token: id_ for id_, token in enumerate(tokens)}, eos_token_ids)
         add_bos, add_eos = _added_ends(tokenizer, config, ids, tokens)
-        split = _sentencepiece(tokenizer, tokens, types) if _is_sentencepiece(tokenizer) else _byte_level(tokenizer)
+        if _is_sentencepiece(tokenizer):
+            split = _sentencepiece(tokenizer, tokens, types, pre_tokenizer)
+        else:
+            split = _byte_level(tokenizer, pre_tokenizer)
         return Vocabulary(split, tokens, types, ids, add_bos, add_eos, _chat_template(folder, config))
     except InputError as error:
         raise InputError(error.what, where=str(path), fix=error.fix) from None
@@ -191,7 +196,7 @@ def _template(processor: Mapping[str, Any] | None) -> tuple[list[str], list[str]
     return [name for name in names[:text] if name], [name for name in names[text:] if name]
 
 
-def _byte_level(tokenizer: Mapping[str, Any]) -> Splitting:
+def _byte_level(tokenizer: Mapping[str, Any], pre_tokenizer: str | None) -> Splitting:
     normalizer = tokenizer.get("normalizer")
     remarks = _added_token_remarks(tokenizer)
     if normalizer == {"type": "NFC"}:
@@ -199,10 +204,18 @@ def _byte_level(tokenizer: Mapping[str, Any]) -> Splitting:
     elif normalizer is not None:
         raise InputError(f"llama.cpp has nothing like the tokenizer's normalizer {json.dumps(normalizer)}")
     merges = [item if isinstance(item, str) else " ".join(item) for item in tokenizer["model"]["merges"]]
-    return Splitting("gpt2", pre_tokenizer_name(tokenizer), remarks, merges=merges)
+    name, told = pre_tokenizer_name(tokenizer, pre_tokenizer)
+    return Splitting("gpt2", name, [*told, *remarks], merges=merges)
 
 
-def _sentencepiece(tokenizer: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> Splitting:
+def _sentencepiece(
+    tokenizer: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], pre_tokenizer: str | None
+) -> Splitting:
+    if pre_tokenizer is not None:
+        raise InputError(
+            f"pre_tokenizer '{pre_tokenizer}': this tokenizer merges pieces of SentencePiece, which need none",
+            fix="leave pre_tokenizer out",
+        )
     prefix, remarks = _space_prefix(tokenizer)
     merges = tokenizer["model"]["merges"]
     normal = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
@@ -218,6 +231,9 @@ def _space_prefix(tokenizer: Mapping[str, Any]) -> tuple[bool, list[str]]:
         case {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, last]}, None if last == replace:
             return True, []
         case normalizer, None if normalizer == replace:
+            return False, []
+        # Gemma's: there are no spaces left to split at.
+        case normalizer, {"type": "Split", "pattern": {"String": " "}} if normalizer == replace:
             return False, []
         case None, {"type": "Metaspace", "replacement": "▁", "split": False, "prepend_scheme": "never"}:
             return False, []

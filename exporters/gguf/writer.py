@@ -12,46 +12,51 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compress import __version__
 from compress.errors import InputError
-from compress.models.topology import DecoderSpec, describe, rope_frequencies
+from compress.models.topology import DecoderSpec, describe
 from compress.session import CompressedModel
-from exporters.gguf.blocks import F32, U8, encode_float, encode_quantized
-from exporters.gguf.families import GGUF_FAMILIES, Slot, slots, spec_complaints
-from exporters.gguf.storage import LAYOUTS, Layout, TypeChoices, complaint
-from exporters.gguf.tokenizer import Vocabulary, read_vocabulary
+from exporters.gguf.blocks import U8, encode_float, encode_quantized
+from exporters.gguf.families import GGUF_FAMILIES
+from exporters.gguf.limits import complaints
+from exporters.gguf.metadata import add_decoder, add_general, add_vocabulary
+from exporters.gguf.rope import rope_tensors
+from exporters.gguf.storage import LAYOUTS, Layout, TypeChoices
+from exporters.gguf.tensors import Slot, expert_number, slots
+from exporters.gguf.tokenizer import read_vocabulary
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
     from torch import Tensor
 
 CHUNK_BYTES = 1 << 24
 """Float32 bytes that are encoded at a time."""
 
-ROPE_FACTORS = "rope_freqs.weight"
 _VECTOR_TYPE = "F32"
 """Norms and biases: llama.cpp computes them in float32."""
 
 
-def write_gguf(model: CompressedModel, path: Path, choices: TypeChoices) -> None:
+def write_gguf(model: CompressedModel, path: Path, choices: TypeChoices, pre_tokenizer: str | None = None) -> None:
     """Write ``model`` to ``path``; InputError if GGUF cannot hold it, CompressError names a tensor that loses bits."""
     from gguf import GGMLQuantizationType, GGUFWriter
 
     spec = describe(model.config)
-    _refuse(model, spec)
-    vocabulary = read_vocabulary(model.folder, spec.vocab_size, _eos_token_ids(model, spec))
+    biased = {layer for layer in model.shapes if model.has_dense(f"{layer}.bias")}
+    problems = complaints(spec, model.schemes, model.shapes, biased)
+    if problems:
+        raise InputError("\n".join(problems), where=model.name)
+    row = GGUF_FAMILIES[spec.family.name]
+    vocabulary = read_vocabulary(model.folder, spec.vocab_size, _eos_token_ids(model, spec), pre_tokenizer)
     order = list(slots(spec, model.has_dense))
-    factors = _rope_factors(model.config, spec)
+    factors = rope_tensors(model.config, spec, row)
     layouts = {slot.name: _layout(model, slot, choices) for slot in order}
 
-    writer = GGUFWriter(path, GGUF_FAMILIES[spec.family.name].architecture)
-    _add_model(writer, model.name, spec, _file_type(model, order, layouts))
-    _add_vocabulary(writer, vocabulary)
-    if factors is not None:
-        writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+    writer = GGUFWriter(path, row.architecture)
+    add_general(writer, model, _file_type(model, order, layouts))
+    add_decoder(writer, spec, model)
+    add_vocabulary(writer, vocabulary)
+    for name, values in factors.items():
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
     for slot in order:
-        shape = model.shapes[slot.layer] if slot.layer else tuple(model.dense(slot.source).shape)
-        layout = layouts[slot.name]
+        shape, layout = _shape(model, slot), layouts[slot.name]
         size = int(np.prod(shape)) // layout.block * layout.size
         writer.add_tensor_info(slot.name, shape, np.float32, size, raw_dtype=GGMLQuantizationType[layout.type])
     try:
@@ -61,21 +66,14 @@ def write_gguf(model: CompressedModel, path: Path, choices: TypeChoices) -> None
     finally:
         writer.close()
     with path.open("ab") as file:
-        if factors is not None:
+        for values in factors.values():
             _pad(file, writer.data_alignment)
-            file.write(factors.tobytes())
+            file.write(values.tobytes())
         for slot in order:
             _pad(file, writer.data_alignment)
             for rows in _encoded(model, slot, layouts[slot.name]):
                 file.write(np.ascontiguousarray(rows).data)
         _pad(file, writer.data_alignment)
-
-
-def _refuse(model: CompressedModel, spec: DecoderSpec) -> None:
-    stored = ((layer, complaint(layer, model.shapes[layer], scheme)) for layer, scheme in model.schemes.items())
-    problems = [*spec_complaints(spec), *(text for _, text in stored if text)]
-    if problems:
-        raise InputError("\n".join(problems), where=model.name)
 
 
 def _eos_token_ids(model: CompressedModel, spec: DecoderSpec) -> list[int]:
@@ -89,8 +87,15 @@ def _eos_token_ids(model: CompressedModel, spec: DecoderSpec) -> list[int]:
     return list(dict.fromkeys([*spec.eos_token_ids, *listed]))
 
 
+def _shape(model: CompressedModel, slot: Slot) -> tuple[int, ...]:
+    """Experts are stacked along a first axis."""
+    shape = model.shapes[slot.layers[0]] if slot.layers else tuple(model.dense(slot.sources[0]).shape)
+    stacked = expert_number(slot.sources[0]) is not None
+    return (len(slot.sources), *shape) if stacked else shape
+
+
 def _layout(model: CompressedModel, slot: Slot, choices: TypeChoices) -> Layout:
-    return choices.layout(model.schemes.get(slot.layer)) if slot.layer else LAYOUTS[_VECTOR_TYPE]
+    return choices.layout(model.schemes.get(slot.layers[0])) if slot.layers else LAYOUTS[_VECTOR_TYPE]
 
 
 def _file_type(model: CompressedModel, order: list[Slot], layouts: Mapping[str, Layout]) -> int:
@@ -99,77 +104,10 @@ def _file_type(model: CompressedModel, order: list[Slot], layouts: Mapping[str, 
 
     count: Counter[str] = Counter()
     for slot in order:
-        if slot.layer and slot.name.startswith("blk."):
-            count[layouts[slot.name].file_type] += int(np.prod(model.shapes[slot.layer]))
+        if slot.layers and slot.name.startswith("blk."):
+            count[layouts[slot.name].file_type] += int(np.prod(_shape(model, slot)))
     most = count.most_common(1)[0][0]
     return int(LlamaFileType[most if most == "ALL_F32" else f"MOSTLY_{most}"])
-
-
-def _add_model(writer: GGUFWriter, name: str, spec: DecoderSpec, file_type: int) -> None:
-    from gguf import GGML_QUANT_VERSION, RopeScalingType
-
-    writer.add_type("model")
-    writer.add_name(name)
-    writer.add_quantized_by(f"edgepress {__version__}")
-    writer.add_file_type(file_type)
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-    writer.add_context_length(spec.max_positions)
-    writer.add_embedding_length(spec.hidden_size)
-    writer.add_block_count(spec.layers)
-    writer.add_feed_forward_length(spec.intermediate_size)
-    writer.add_head_count(spec.heads)
-    writer.add_head_count_kv(spec.kv_heads)
-    if spec.head_dim * spec.heads != spec.hidden_size:
-        writer.add_key_length(spec.head_dim)
-        writer.add_value_length(spec.head_dim)
-    writer.add_layer_norm_rms_eps(spec.norm_eps)
-    writer.add_vocab_size(spec.vocab_size)
-    writer.add_rope_dimension_count(spec.head_dim)
-    writer.add_rope_freq_base(float(spec.rope["rope_theta"]))
-    kind = spec.rope.get("rope_type", "default")
-    if kind in ("linear", "yarn"):
-        writer.add_rope_scaling_type(RopeScalingType(kind))
-        writer.add_rope_scaling_factor(float(spec.rope["factor"]))
-    if kind == "yarn":
-        original = spec.rope.get("original_max_position_embeddings") or spec.max_positions
-        writer.add_rope_scaling_orig_ctx_len(int(original))
-
-
-def _rope_factors(config: Mapping[str, Any], spec: DecoderSpec) -> F32 | None:
-    """What llama.cpp divides the plain rotary frequencies by under Llama-3's scaling; float32 [head_dim / 2]."""
-    if spec.rope.get("rope_type") != "llama3":
-        return None
-    wanted = np.array(rope_frequencies(config)[0])
-    plain = float(spec.rope["rope_theta"]) ** -(np.arange(0, spec.head_dim, 2) / spec.head_dim)
-    factors: F32 = (plain / wanted).astype(np.float32)
-    return factors
-
-
-def _add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
-    split = vocabulary.splitting
-    writer.add_tokenizer_model(split.model)
-    writer.add_tokenizer_pre(split.pre)
-    writer.add_token_list(list(vocabulary.tokens))
-    if split.scores is not None:
-        writer.add_token_scores(list(split.scores))
-    writer.add_token_types(list(vocabulary.types))
-    if split.merges is not None:
-        writer.add_token_merges(list(split.merges))
-    add_id = {
-        "bos": writer.add_bos_token_id,
-        "eos": writer.add_eos_token_id,
-        "eot": writer.add_eot_token_id,
-        "eom": writer.add_eom_token_id,
-        "unk": writer.add_unk_token_id,
-        "pad": writer.add_pad_token_id,
-    }
-    for role, token in vocabulary.ids.items():
-        add_id[role](token)
-    writer.add_add_bos_token(vocabulary.add_bos)
-    writer.add_add_eos_token(vocabulary.add_eos)
-    writer.add_add_space_prefix(split.add_space_prefix)
-    if vocabulary.chat_template is not None:
-        writer.add_chat_template(vocabulary.chat_template)
 
 
 def interleaved_rows(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -179,15 +117,17 @@ def interleaved_rows(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64
 
 def _encoded(model: CompressedModel, slot: Slot, layout: Layout) -> Iterator[U8]:
     """The bytes of one tensor, a few rows at a time."""
-    if slot.layer is not None and slot.layer in model.schemes:
-        quantized = model.quantized(slot.layer)
-        for rows in _chunks(*quantized.shape, slot.heads):
-            yield encode_quantized(slot.layer, quantized.rows(rows), layout)
-        return
-    tensor: Tensor = model.dense(slot.source)
-    tensor = tensor.reshape(tensor.shape[0], -1)
-    for rows in _chunks(tensor.shape[0], tensor.shape[1], slot.heads):
-        yield encode_float(slot.source, tensor[rows].float().numpy(), layout.type)
+    for source in slot.sources:
+        layer = source.removesuffix(".weight")
+        if slot.layers and layer in model.schemes:
+            quantized = model.quantized(layer)
+            for rows in _chunks(*quantized.shape, slot.heads):
+                yield encode_quantized(layer, quantized.rows(rows), layout)
+            continue
+        tensor: Tensor = model.dense(source)
+        tensor = tensor.reshape(tensor.shape[0], -1)
+        for rows in _chunks(tensor.shape[0], tensor.shape[1], slot.heads):
+            yield encode_float(source, tensor[rows].float().numpy() + np.float32(slot.offset), layout.type)
 
 
 def _chunks(rows: int, columns: int, heads: int) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -92,6 +92,7 @@ class OnnxExporter:
         plan: Mapping[str, QuantScheme],
         shapes: Mapping[str, tuple[int, int]],
         kv: KVScheme | None = None,
+        biased: Collection[str] = (),
     ) -> Sequence[str]:
         """Complaints about head size, rotary type, activation, each layer's scheme and the cache."""
         found = complaints(spec, plan, shapes, self.accuracy_level, self.dialect)
@@ -111,6 +112,16 @@ class OnnxExporter:
         # A tied head multiplies by the embedding's codes.
         tied = {spec.family.head: plan[spec.family.embedding]} if spec.tied and spec.family.embedding in plan else {}
         return told + float_activation_remarks(self._excepted(spec), {**plan, **tied})
+
+    def context_length(self, spec: DecoderSpec) -> int:
+        """Up to the original positions of longrope, or to the model's last position."""
+        from exporters.onnx.limits import context_length
+
+        return context_length(spec)
+
+    def one_scheme(self, spec: DecoderSpec) -> Sequence[Sequence[str]]:
+        """None: every expert has matrices of its own."""
+        return []
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
         """Bits of a linear layer in the file: padded codes, fp16 scales, packed zero points; or ``float_type``."""

@@ -19,7 +19,7 @@ from compress.scheme import QuantScheme
 from compress.session import CompressedModel
 from compress.tensor import QuantizedTensor
 from exporters.gguf import GgufExporter
-from exporters.gguf.families import spec_complaints
+from exporters.gguf.limits import complaints
 from tests.exporters.test_gguf import YARN_ROPE, all_float, export
 from tests.support import rounded_model, tiny_llama
 
@@ -108,7 +108,7 @@ def test_writing_what_check_refuses_is_an_error(tmp_path: Path) -> None:
 )
 def test_what_llama_cpp_does_not_compute_is_refused(settings: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     model = rounded_model(tiny_llama(tmp_path / "model", **settings), tmp_path / "work")
-    [text] = spec_complaints(describe(model.config))
+    [text] = complaints(describe(model.config), {}, model.shapes, ())
     assert complaint in text
 
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
+import llama_cpp
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from compress.errors import InputError
 from compress.runner.llamacpp import LlamaCppRuntime
 from exporters.gguf import GgufExporter
-from exporters.gguf.pretokenizers import LLAMA3_SPLIT, PRE_TOKENIZERS, QWEN2_SPLIT
+from exporters.gguf.pretokenizers import (
+    LLAMA3_SPLIT,
+    LLAMA_CPP_NAMES,
+    O200K_SPLIT,
+    PRE_TOKENIZERS,
+    QWEN2_SPLIT,
+    QWEN35_SPLIT,
+    TEKKEN_SPLIT,
+)
 from exporters.gguf.tokenizer import check_tokenizer, read_vocabulary
 from tests.support import SENTENCE, TEMPLATE, rounded_model, tiny_llama
 
@@ -27,19 +40,40 @@ CORPUS = [
     "😀👩‍👩‍👧 emoji 🇩🇪 ٣٤٥ ½ x² №9 Ⅷ",
 ]
 TEXTS = [*CORPUS, "", " ", "\n", "a", "a  b", "aaaaaaaaaaaaa", "<|endoftext|>", "x<|user|> y <|endoftext|>\n<|user|>"]
+LETTERS = (
+    "aZéÉßñΑαΩωДдЖж你好こカ안녕ａＡǅʰªº١٣½²Ⅷ１017 \n\r\t\u00a0'\"’.,;:!?-_/\\()[]{}<>@#$%^&*+=|~`"
+    "€→∑😀👩\u200d🇩\u0301\u0308\u0903\u0e33กำ"
+)
+PIECES = [
+    *("the", "Hello", "WORLD", "McDonald", "étÉ", " I'm", " don't", "'S", "'ll"),
+    *("\n\n", "   ", "12345", "3.14", "\t\t"),
+]
+
+
+def tricky(count: int) -> list[str]:
+    """Texts in which any kind of character meets any other."""
+    generator = random.Random(1)
+    pool = [*LETTERS, *PIECES]
+    return [
+        "".join(generator.choice(pool) * generator.choice([1, 1, 1, 2, 5]) for _ in range(12)) for _ in range(count)
+    ]
+
+
 SPECIAL = ["<|endoftext|>", "<|user|>"]
 VOCAB_SIZE = 600
 
 
-def byte_level(steps: list[Any], ignore_merges: bool = False) -> Tokenizer:
+def byte_level(steps: list[Any], ignore_merges: bool = False, often: str = "") -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+    # Trained without steps, so that what it merges across words shows where words end.
+    tokenizer.pre_tokenizer = raw_bytes()
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    tokenizer.train_from_iterator([*CORPUS * 3, *tricky(60), *[often] * 99], trainer)
+    tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
     return tokenizer
 
 
@@ -59,16 +93,23 @@ def digits() -> Any:
     return pre_tokenizers.Digits(individual_digits=True)
 
 
+DEEPSEEK_CODER = [*map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"))]
 BYTE_LEVEL: dict[str, Callable[[], Tokenizer]] = {
     "gpt-2": lambda: byte_level([words()]),
     "smollm": lambda: byte_level([digits(), words()]),
     "llama-bpe": lambda: byte_level([split(LLAMA3_SPLIT), raw_bytes()], ignore_merges=True),
     "smaug-bpe": lambda: byte_level([split(LLAMA3_SPLIT), raw_bytes()]),
     "qwen2": lambda: byte_level([split(QWEN2_SPLIT), raw_bytes()]),
-    "deepseek-coder": lambda: byte_level(
+    "deepseek-coder": lambda: byte_level([*DEEPSEEK_CODER, digits(), raw_bytes()]),
+    "qwen35": lambda: byte_level([split(QWEN35_SPLIT), raw_bytes()]),
+    "deepseek-v3": lambda: byte_level(
         [
-            *map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")),
-            digits(),
+            split(r"\p{N}{1,3}"),
+            split("[一-龥぀-ゟ゠-ヿ]+"),
+            split(
+                r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
             raw_bytes(),
         ]
     ),
@@ -94,7 +135,10 @@ def sentencepiece(prefix: str = "prepend", drop_merges: int = 1) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     model = models.BPE(vocab=vocab, merges=merges[::drop_merges], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
-    if prefix == "prepend":
+    if prefix == "gemma":
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    elif prefix == "prepend":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     elif prefix == "none":
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -133,7 +177,7 @@ def test_llama_cpp_splits_as_the_byte_level_tokenizer_does(name: str, tmp_path: 
     folder = checkpoint(tmp_path / "model", tokenizer)
     assert read_vocabulary(folder, 700).splitting.pre == name
     load(runtime, folder, tmp_path)
-    for text in TEXTS:
+    for text in [*TEXTS, *tricky(200)]:
         expected = tokenizer.encode(text).ids
         assert runtime.tokenize(text).tolist() == expected, text
         assert runtime.detokenize(expected) == text
@@ -143,7 +187,7 @@ def test_every_known_pre_tokenizer_is_compared_with_llama_cpp() -> None:
     assert set(PRE_TOKENIZERS.values()) == set(BYTE_LEVEL)
 
 
-@pytest.mark.parametrize("prefix", ["prepend", "none", "never"])
+@pytest.mark.parametrize("prefix", ["prepend", "none", "never", "gemma"])
 def test_llama_cpp_splits_as_the_sentencepiece_tokenizer_does(
     prefix: str, tmp_path: Path, runtime: LlamaCppRuntime
 ) -> None:
@@ -151,7 +195,7 @@ def test_llama_cpp_splits_as_the_sentencepiece_tokenizer_does(
     folder = checkpoint(tmp_path / "model", tokenizer, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
     assert check_tokenizer(folder, 700) == []
     load(runtime, folder, tmp_path)
-    for text in [*CORPUS, " ", "a  b", "aaaaaaaaaaaaa", "x</s> y<s>z", "\n"]:
+    for text in [*CORPUS, *tricky(200), " ", "a  b", "aaaaaaaaaaaaa", "x</s> y<s>z", "\n"]:
         assert runtime.tokenize(text).tolist() == tokenizer.encode(text).ids, text
 
 
@@ -202,6 +246,27 @@ def test_special_tokens_added_elsewhere_are_refused(tmp_path: Path) -> None:
         check_tokenizer(checkpoint(tmp_path / "model", tokenizer), 700)
 
 
+ADDED = ["<a>", "<a>b", "[long name]", "word", "\n\n\n", "<x><y>"]
+AROUND = ["", "x", " ", "\n", "word", "<a"]
+
+
+@pytest.mark.parametrize("kind", ["byte level", "prepend", "gemma"])
+@pytest.mark.parametrize("special", [True, False])
+def test_added_tokens_are_found_in_any_surroundings(
+    kind: str, special: bool, tmp_path: Path, runtime: LlamaCppRuntime
+) -> None:
+    tokenizer = byte_level([words()]) if kind == "byte level" else sentencepiece(kind)
+    added = [AddedToken(token, normalized=False, special=special) for token in ADDED]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+    config = {"eos_token": "<|endoftext|>" if kind == "byte level" else "</s>"}
+    folder = checkpoint(tmp_path / "model", tokenizer, config)
+    assert check_tokenizer(folder, 700) == []
+    load(runtime, folder, tmp_path)
+    for before, token, after in itertools.product(AROUND, ADDED, AROUND):
+        text = f"{before}{token}{after}{token}"
+        assert runtime.tokenize(text).tolist() == tokenizer.encode(text).ids, text
+
+
 def test_unknown_pre_tokenizer_is_refused_with_the_known_names(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", byte_level([pre_tokenizers.Punctuation(), words()]))
     with pytest.raises(InputError) as caught:
@@ -209,6 +274,78 @@ def test_unknown_pre_tokenizer_is_refused_with_the_known_names(tmp_path: Path) -
     assert "Punctuation" in caught.value.what
     assert "smollm" in caught.value.fix
     assert "tokenizer.json" in caught.value.where
+
+
+@pytest.mark.parametrize(("regex", "name"), [(O200K_SPLIT, "gpt-4o"), (TEKKEN_SPLIT, "tekken")])
+def test_what_llama_cpp_only_comes_near_is_taken_when_the_recipe_says_so(
+    regex: str, name: str, tmp_path: Path, runtime: LlamaCppRuntime
+) -> None:
+    differs = "étÉ"
+    tokenizer = byte_level([split(regex), raw_bytes()], often=differs)
+    folder = checkpoint(tmp_path / "model", tokenizer)
+    with pytest.raises(InputError) as caught:
+        GgufExporter().check_tokenizer(folder, 700)
+    assert json.dumps(regex) in caught.value.what
+    assert f"pre_tokenizer: NAME ('{name}' comes near" in caught.value.fix
+    exporter = GgufExporter(pre_tokenizer=name)
+    [remark] = exporter.check_tokenizer(folder, 700)
+    assert f"split as by llama.cpp's '{name}'; this tokenizer is none that is known" in remark
+    out = tmp_path / "out"
+    out.mkdir()
+    artifact = exporter.write(rounded_model(folder, tmp_path / "work"), out)
+    runtime.load(out / artifact.entry, threads=1, context=64)
+    assert runtime.metadata("tokenizer.ggml.pre") == name
+    assert runtime.tokenize(SENTENCE).tolist() == tokenizer.encode(SENTENCE).ids
+    assert runtime.tokenize(differs).tolist() != tokenizer.encode(differs).ids
+
+
+def test_a_named_pre_tokenizer_is_checked(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", byte_level([words()]))
+    assert GgufExporter(pre_tokenizer="gpt-2").check_tokenizer(folder, 700) == []
+    [remark] = GgufExporter(pre_tokenizer="qwen2").check_tokenizer(folder, 700)
+    assert "this tokenizer is 'gpt-2'" in remark
+    with pytest.raises(InputError, match="pre_tokenizer 'gtp-2' is not known; did you mean 'gpt-2'"):
+        GgufExporter(pre_tokenizer="gtp-2")
+    folder = checkpoint(tmp_path / "pieces", sentencepiece(), {"eos_token": "</s>"})
+    with pytest.raises(InputError, match="pieces of SentencePiece, which need none"):
+        GgufExporter(pre_tokenizer="gpt-2").check_tokenizer(folder, 700)
+
+
+def test_llama_cpp_knows_every_name_that_may_be_given(tmp_path: Path, runtime: LlamaCppRuntime) -> None:
+    """By its own word for one that it does not know."""
+    whole = checkpoint(tmp_path / "model", byte_level([words()]), vocab_size=600)
+    (tmp_path / "out").mkdir()
+    artifact = GgufExporter().write(rounded_model(whole, tmp_path / "work"), tmp_path / "out")
+    data = (artifact.path / artifact.entry).read_bytes()
+    key = b"tokenizer.ggml.pre" + struct.pack("<IQ", gguf.GGUFValueType.STRING, len("gpt-2"))
+    start = data.index(key)
+    header, rest = data[:start], data[start + len(key) + len("gpt-2") :]
+
+    def loads(name: str) -> bool:
+        path = tmp_path / "named.gguf"
+        path.write_bytes(header + key[:-8] + struct.pack("<Q", len(name)) + name.encode() + rest + bytes(64))
+        options = llama_cpp.llama_model_default_params()
+        options.vocab_only = True
+        model = llama_cpp.llama_model_load_from_file(str(path).encode(), options)
+        if model:
+            llama_cpp.llama_model_free(model)
+        return bool(model)
+
+    runtime.load(artifact.path / artifact.entry, threads=1, context=64)
+    assert [name for name in LLAMA_CPP_NAMES if not loads(name)] == []
+    assert not loads("nobody")
+
+
+def test_ideographic_spaces_that_deepseek_coder_splits_otherwise_are_remarked_on(
+    tmp_path: Path, runtime: LlamaCppRuntime
+) -> None:
+    differs = "\u3000&&"
+    tokenizer = byte_level([*DEEPSEEK_CODER, digits(), raw_bytes()], often=differs)
+    folder = checkpoint(tmp_path / "model", tokenizer)
+    [remark] = check_tokenizer(folder, 700)
+    assert "U+3000" in remark
+    load(runtime, folder, tmp_path)
+    assert runtime.tokenize(differs).tolist() != tokenizer.encode(differs).ids
 
 
 @pytest.mark.parametrize(
