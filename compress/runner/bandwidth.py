@@ -14,6 +14,8 @@ from compress.runner.memory import available_bytes
 
 _MIB = 1 << 20
 _SMALLEST_BUFFER = 128 * _MIB
+_LARGEST_BUFFER = 512 * _MIB
+"""Where a server's cache is larger still, reading in turn from end to end leaves little of it in a cache of that size."""
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -57,8 +59,8 @@ def _read(part: NDArray[np.int64]) -> int:
 
 
 def _buffer_bytes() -> int:
-    """Four times the last-level cache, at least 128 MiB, at most a quarter of the memory that is free."""
-    wanted = max(_SMALLEST_BUFFER, 4 * last_level_cache_bytes())
+    """Four times the last-level cache, from 128 to 512 MiB, at most a quarter of the memory that is free."""
+    wanted = min(max(_SMALLEST_BUFFER, 4 * last_level_cache_bytes()), _LARGEST_BUFFER)
     return min(wanted, available_bytes() // 4) // 8 * 8
 
 
