@@ -15,7 +15,7 @@ from compress.runner.memory import available_bytes
 _MIB = 1 << 20
 _SMALLEST_BUFFER = 128 * _MIB
 _LARGEST_BUFFER = 512 * _MIB
-"""Where a server's cache is larger still, reading in turn from end to end leaves little of it in a cache of that size."""
+"""Where a cache is larger still, as a server's, reading from end to end in turn leaves little of the buffer in it."""
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
