@@ -194,5 +194,4 @@ def _row_stats(session: Session) -> dict[str, InputStats]:
     embedding = session.decoder.spec.family.embedding
     if (gram := session.row_gram.get(embedding)) is None:
         return {}
-    tokens = session.tokens.numel() if session.real is None else int(session.real.sum())
-    return {embedding: InputStats.of(gram, tokens)}
+    return {embedding: InputStats.of(gram, session.count_tokens())}

@@ -7,6 +7,7 @@ The loss is -log p of tokens drawn from the model's predictions, so that squared
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,23 @@ def sweep_back(session: Session, samples: int, label: str) -> Iterator[tuple[int
         module = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
         yield EMBEDDING, module, partial(_embedding_gradient, decoder, module, tokens, gradient)
         gradient.close()
+
+
+@contextmanager
+def watched(module: nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Call ``take`` with the input, and the loss gradient at the output, each time ``module`` is gone back through."""
+
+    def hook(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+        entered = given[0].detach()
+        if not output.requires_grad:
+            output.requires_grad_(True)
+        output.register_hook(lambda gradient: take(entered, gradient))  # type: ignore[no-untyped-call]
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _back(decoder: Decoder, index: int, module: nn.Module, inputs: States, gradient: States) -> None:

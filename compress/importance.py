@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from calibration.stats import InputStats
 from compress.blocks import collected, head_inputs
 from compress.errors import InputError
+from compress.journal import put_in_place
 from compress.models.decoder import Decoder
 from compress.models.gguf.imatrix import entry_of, write_imatrix
 from compress.models.sources import open_model
@@ -63,7 +64,7 @@ def collect(
     try:
         chunks, size = windows.tokens.shape
         write_imatrix(partial, stacked, [_described(section)], chunks, size)
-        partial.replace(out)
+        put_in_place(partial, out)
     except OSError as error:
         raise InputError(f"it cannot be written: {error}", where=str(out), fix="choose another --out") from error
     finally:

@@ -103,6 +103,10 @@ class Session:
             return 0
         return lowrank_bits(self.shapes[layer], self.residual_rank)
 
+    def count_tokens(self, windows: int | None = None) -> int:
+        """Real tokens of the first ``windows`` calibration windows, or of all."""
+        return self.tokens[:windows].numel() if self.real is None else int(self.real[:windows].sum())
+
     def free_layers(self) -> Sequence[str]:
         """The layers whose scheme the passes may choose, in model order."""
         return [name for name in self.shapes if name not in self.pinned]

@@ -9,11 +9,10 @@ different tokens count as independent.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compress.fields import plain
 from compress.protocols import Resource
@@ -108,19 +107,22 @@ class Activations:
 
 def activation_costs(session: Session, samples: int) -> dict[str, float]:
     """Linear layer planned in 4 bits -> predicted KLD (nats a token) of rounding its inputs to 8 bits."""
-    from compress.gradients import sweep_back
+    from compress.gradients import sweep_back, watched
 
     spec = session.decoder.spec
-    real = session.tokens[:samples].numel() if session.real is None else int(session.real[:samples].sum())
     costs: dict[str, float] = {}
     for index, module, back in sweep_back(session, samples, "8-bit activations"):
         prefix = f"{spec.family.block.format(index=index)}."
         layers = [layer for layers in spec.shared_inputs(index) for layer in layers if _may_be_chosen(session, layer)]
-        linears = {layer: module.get_submodule(layer.removeprefix(prefix)) for layer in layers}
-        with _watched(session, linears) as found:
+        costs |= dict.fromkeys(layers, 0.0)
+        with ExitStack() as hooks:
+            for layer in layers:
+                linear = module.get_submodule(layer.removeprefix(prefix))
+                width = session.plan[layer].width(session.shapes[layer][1])
+                hooks.enter_context(watched(linear, _cost(linear, width, costs, layer)))
             back()
-        costs |= {layer: 0.5 * cost / real for layer, cost in found.items()}
-    return costs
+    real = session.count_tokens(samples)
+    return {layer: 0.5 * cost / real for layer, cost in costs.items()}
 
 
 def _may_be_chosen(session: Session, layer: str) -> bool:
@@ -128,26 +130,14 @@ def _may_be_chosen(session: Session, layer: str) -> bool:
     return scheme is not None and scheme.is_integer and scheme.bits == BITS
 
 
-@contextmanager
-def _watched(session: Session, linears: Mapping[str, nn.Module]) -> Iterator[dict[str, float]]:
-    """Layer -> the sum over tokens of (g . e)^2 of what goes forward and back while the context lasts."""
-    found = dict.fromkeys(linears, 0.0)
+def _cost(module: nn.Module, width: int, costs: dict[str, float], layer: str) -> Callable[[Tensor, Tensor], None]:
+    """What adds (g . e)^2, summed over tokens, to the costs of ``layer``, from its inputs and the gradient."""
 
-    def take(layer: str, error: Tensor, gradient: Tensor) -> None:
-        found[layer] += float((gradient * error).sum(-1).double().square().sum())
+    def take(inputs: Tensor, gradient: Tensor) -> None:
+        error = (round_rows(inputs, width) - inputs) @ module.get_parameter("weight").detach().T
+        costs[layer] += float((gradient * error).sum(-1).double().square().sum())
 
-    def forward(layer: str, module: Any, given: tuple[Tensor, ...], leaving: Tensor) -> None:
-        inputs = given[0].detach()
-        width = session.plan[layer].width(inputs.shape[-1])
-        error = (round_rows(inputs, width) - inputs) @ module.weight.detach().T
-        leaving.register_hook(partial(take, layer, error))  # type: ignore[no-untyped-call]
-
-    handles = [linear.register_forward_hook(partial(forward, layer)) for layer, linear in linears.items()]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    return take
 
 
 def round_rows(inputs: Tensor, width: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -57,7 +57,7 @@ class Guided:
     def apply(self, session: Session) -> PassRecord:
         """Fill ``session.token_weights`` and ``session.row_gram``."""
         from calibration.stats import InputStats
-        from compress.gradients import EMBEDDING, HEAD, sweep_back
+        from compress.gradients import EMBEDDING, HEAD, sweep_back, watched
 
         started = time.perf_counter()
         spec, weights = session.decoder.spec, session.token_weights
@@ -66,7 +66,7 @@ class Guided:
             if index == EMBEDDING:
                 # What goes back ends at its output.
                 module.requires_grad_(False)
-                with _gradients(module, lambda _, gradient: rows.update(gradient)):
+                with watched(module, lambda _, gradient: rows.update(gradient)):
                     back()
             elif index == HEAD:
                 weights[spec.family.head] = _head_weights(session, module, back, rows)
@@ -85,10 +85,12 @@ def _block_weights(session: Session, index: int, module: nn.Module, back: Back) 
     """
     import torch
 
+    from compress.gradients import watched
+
     found: dict[str, list[Tensor]] = {}
     with ExitStack() as hooks:
         for name, part in _watched(session.decoder.spec, index, module):
-            hooks.enter_context(_gradients(part, _keep(found.setdefault(name, []))))
+            hooks.enter_context(watched(part, _keep(found.setdefault(name, []))))
         back()
     # In each window the layers that read one input came one after another.
     windows, length = session.tokens.shape
@@ -106,6 +108,8 @@ def _head_weights(session: Session, module: nn.Module, back: Back, rows: InputSt
     """
     import torch
 
+    from compress.gradients import watched
+
     kept: list[Tensor] = []
 
     def take(inputs: Tensor, gradient: Tensor) -> None:
@@ -113,26 +117,9 @@ def _head_weights(session: Session, module: nn.Module, back: Back, rows: InputSt
         if session.decoder.spec.tied:
             rows.update(inputs, kept[-1])
 
-    with _gradients(module, take):
+    with watched(module, take):
         back()
     return torch.cat(kept).view(session.tokens.shape)
-
-
-@contextmanager
-def _gradients(module: nn.Module, take: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Call ``take`` with the input, and the loss gradient at the output, each time ``module`` is gone back through."""
-
-    def hook(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
-        entered = given[0].detach()
-        if not output.requires_grad:
-            output.requires_grad_(True)
-        output.register_hook(lambda gradient: take(entered, gradient))  # type: ignore[no-untyped-call]
-
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _keep(kept: list[Tensor]) -> Callable[[Tensor, Tensor], None]:

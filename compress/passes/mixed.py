@@ -268,7 +268,7 @@ def fisher_information(session: Session, samples: int, wanted: set[str]) -> Iter
     from compress.gradients import EMBEDDING, HEAD, sweep_back
 
     decoder, spec = session.decoder, session.decoder.spec
-    real = session.tokens[:samples].numel() if session.real is None else int(session.real[:samples].sum())
+    real = session.count_tokens(samples)
     tied: list[Tensor] = []
     for index, module, back in sweep_back(session, samples, "sensitivity"):
         if index in (HEAD, EMBEDDING):
