@@ -13,15 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from compress.errors import InputError
+from compress.models.gguf.vocabulary import PRE_TOKENIZERS as READABLE
 
 Step = tuple[str, ...]
 """One canonical step: ("digits",), ("split", regex), ("gpt-2 words",) or ("bytes",)."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3_SPLIT = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
-QWEN2_SPLIT = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
-
 QWEN35_SPLIT = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,7 +38,6 @@ O200K_SPLIT = _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
 TEKKEN_SPLIT = _cased("", r"\p{N}")
 
 _DIGITS, _WORDS, _BYTES = ("digits",), ("gpt-2 words",), ("bytes",)
-_DEEPSEEK_CODER = tuple(("split", regex) for regex in ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"))
 _DEEPSEEK_V3 = tuple(
     ("split", regex)
     for regex in (
@@ -52,15 +48,30 @@ _DEEPSEEK_V3 = tuple(
     )
 )
 
+
+def _step(item: Mapping[str, Any]) -> Step:
+    """The canonical form of one step; a step that no row has becomes one that matches none."""
+    match item:
+        case {"type": "ByteLevel", "add_prefix_space": False, **rest}:
+            return _WORDS if rest.get("use_regex", True) else _BYTES
+        case {"type": "Digits", "individual_digits": True}:
+            return _DIGITS
+        case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False}:
+            return ("split", regex)
+    return ("unknown", json.dumps(item, sort_keys=True))
+
+
+def _read(name: str) -> tuple[tuple[Step, ...], bool]:
+    """The steps that a file with this name is read with, and whether known words are taken whole."""
+    rules = READABLE[name]
+    return tuple(map(_step, rules.steps)), rules.whole_words
+
+
 PRE_TOKENIZERS: Mapping[tuple[tuple[Step, ...], bool], str] = MappingProxyType(
     {
-        ((_WORDS,), False): "gpt-2",
-        ((_DIGITS, _WORDS), False): "smollm",
-        ((("split", LLAMA3_SPLIT), _BYTES), True): "llama-bpe",
-        ((("split", LLAMA3_SPLIT), _BYTES), False): "smaug-bpe",
-        ((("split", QWEN2_SPLIT), _BYTES), False): "qwen2",
+        **{_read(name): name for name in ("gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2")},
         ((("split", QWEN35_SPLIT), _BYTES), False): "qwen35",
-        ((*_DEEPSEEK_CODER, _DIGITS, _BYTES), False): "deepseek-coder",
+        _read("deepseek-coder"): "deepseek-coder",
         ((*_DEEPSEEK_V3, _BYTES), False): "deepseek-v3",
     }
 )
@@ -122,15 +133,3 @@ def _flat(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if found["type"] == "Sequence":
         return [inner for item in found["pretokenizers"] for inner in _flat(item)]
     return [found]
-
-
-def _step(item: Mapping[str, Any]) -> Step:
-    """The canonical form of one step; a step that no row has becomes one that matches none."""
-    match item:
-        case {"type": "ByteLevel", "add_prefix_space": False, **rest}:
-            return _WORDS if rest.get("use_regex", True) else _BYTES
-        case {"type": "Digits", "individual_digits": True}:
-            return _DIGITS
-        case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False}:
-            return ("split", regex)
-    return ("unknown", json.dumps(item, sort_keys=True))

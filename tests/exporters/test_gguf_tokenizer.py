@@ -16,14 +16,13 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from compress.errors import InputError
+from compress.models.gguf.vocabulary import LLAMA3_SPLIT, QWEN2_SPLIT
 from compress.runner.llamacpp import LlamaCppRuntime
 from exporters.gguf import GgufExporter
 from exporters.gguf.pretokenizers import (
-    LLAMA3_SPLIT,
     LLAMA_CPP_NAMES,
     O200K_SPLIT,
     PRE_TOKENIZERS,
-    QWEN2_SPLIT,
     QWEN35_SPLIT,
     TEKKEN_SPLIT,
 )

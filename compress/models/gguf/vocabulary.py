@@ -34,7 +34,8 @@ def _split(regex: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
-_BY_THREES, _ONE_BY_ONE = (_split(_MODERN % "{1,3}"), _BYTES), (_split(_MODERN % ""), _BYTES)
+LLAMA3_SPLIT, QWEN2_SPLIT = _MODERN % "{1,3}", _MODERN % ""
+_BY_THREES, _ONE_BY_ONE = (_split(LLAMA3_SPLIT), _BYTES), (_split(QWEN2_SPLIT), _BYTES)
 _CODER = tuple(_split(regex) for regex in ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"))
 
 
