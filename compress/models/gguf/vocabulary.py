@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compress.errors import InputError, nearest
-from compress.models.gguf.header import GgufFile
+
+if TYPE_CHECKING:
+    from compress.models.gguf.header import GgufFile
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5
 """``gguf.TokenType``, as far as it matters here."""
