@@ -84,19 +84,26 @@ def compare(bed: Bed, recipe: str, known: dict[str, Tensor], threads: int) -> di
         other = bed.score(Decoder(prepared.checkpoint, baseline).logits(bed.evaluation))
         bits = sum(TypeChoices().stored_bits(scheme, model.shapes[name]) for name, scheme in model.schemes.items())
         weights = sum(model.shapes[name][0] * model.shapes[name][1] for name in model.schemes)
-    return {"recipe": recipe, "bits": bits / weights, "ours": ours, "llama.cpp": other, **watch.record()}
+    return {
+        "recipe": Path(recipe).stem,
+        "megabytes": bits / 8e6,
+        "bits": bits / weights,
+        "ours": ours,
+        "llama.cpp": other,
+        **watch.record(),
+    }
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| recipe | bits a weight | KLD, ours | KLD, llama.cpp's own | ratio | wall s |",
-        "|---|---|---|---|---|---|",
+        "| recipe | matrices, MB | bits a weight | KLD, ours | KLD, llama.cpp's own | ratio | wall s |",
+        "|---|---|---|---|---|---|---|",
     ]
     for r in results:
         mine, other = r["ours"]["kld"], r["llama.cpp"]["kld"]
         lines.append(
-            f"| {r['recipe']} | {r['bits']:.3f} | {mine:.4f} ± {r['ours']['error']:.4f} | "
+            f"| {r['recipe']} | {r['megabytes']:.1f} | {r['bits']:.3f} | {mine:.4f} ± {r['ours']['error']:.4f} | "
             f"{other:.4f} ± {r['llama.cpp']['error']:.4f} | {mine / other:.2f} | {r['wall_s']:.0f} |"
         )
     return "\n".join(lines)

@@ -11,6 +11,7 @@ import hashlib
 import re
 import sysconfig
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -52,9 +53,10 @@ _SHORTEST_PARAGRAPH_WORDS = 8
 _LOWEST_LETTER_SHARE = 0.7
 
 
-def builtin_texts(part: Part) -> list[str]:
+@cache
+def builtin_texts(part: Part) -> tuple[str, ...]:
     """The documents of ``part``, in a fixed order; DataError where the standard library has no readable text."""
-    return sorted(_sections(part), key=lambda text: hashlib.sha256(text.encode()).digest())
+    return tuple(sorted(_sections(part), key=lambda text: hashlib.sha256(text.encode()).digest()))
 
 
 def _sections(part: Part) -> Iterator[str]:

@@ -78,7 +78,7 @@ def load_texts(source: TextSource, part: Part, render: Render | None = None) -> 
     key = RECIPE_KEYS[part]
     warnings: tuple[str, ...] = ()
     if source.source == "builtin":
-        rows, origin = Rows(builtin_texts(part)), f"builtin {part} text of Python {platform.python_version()}"
+        rows, origin = Rows(list(builtin_texts(part))), f"builtin {part} text of Python {platform.python_version()}"
     elif source.source == "hub":
         origin = f"hub {source.name}{f' ({source.config})' if source.config else ''}, split {source.split}"
         rows, warnings = _read_hub(source, key, render)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gguf_files
+from benchmarks import gguf_files, gguf_speed
 from tests.compress.runs import sentences
 from tests.support import tiny_llama
 
@@ -49,3 +49,18 @@ def test_both_sides_are_scored_on_the_same_types(
     expected = sum(2 * size * bits[name] for name, size in linears.items()) + 8.5 * ends
     assert result["bits"] == pytest.approx(expected / (2 * sum(linears.values()) + ends), rel=1e-12)
     assert f"| {result['bits']:.3f} |" in printed.out
+
+
+def test_our_file_is_as_large_as_planned_and_as_llama_cpps_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama(tmp_path / "model", tie_word_embeddings=True)
+    command = ["gguf_speed.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
+    monkeypatch.setattr("sys.argv", [*command, "--rounds", "1", "--type", "Q4_0", "--type", "Q8_0"])
+    gguf_speed.main()
+    printed = capsys.readouterr().out
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| Q")]
+    assert [cells[0] for cells in rows] == ["Q4_0", "Q8_0"]
+    for cells in rows:
+        assert cells[1] == cells[2] == cells[3]
+        assert abs(float(cells[4]) - float(cells[5])) <= 0.01

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
 import llama_cpp
 import pytest
 
-from calibration.builtin import builtin_texts
 from compress import engine, registry
 from compress.recipe import bundled, dump_yaml, load, loads
 from compress.report import Report
@@ -37,14 +34,6 @@ PRESETS = {
     "iq4_nl": "IQ4_NL",
 }
 """Recipes with the types of llama.cpp's own files, for a model of 30 blocks -> what llama.cpp calls such a file."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def builtin_text_is_gathered_once() -> Iterator[None]:
-    """It takes seconds, and is the same every time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("calibration.text.builtin_texts", functools.cache(builtin_texts))
-        yield
 
 
 def test_the_folder_and_the_package_hold_the_same_recipes() -> None:

@@ -14,8 +14,6 @@ from compress.runner.memory import available_bytes
 
 _MIB = 1 << 20
 _SMALLEST_BUFFER = 128 * _MIB
-_LARGEST_BUFFER = 512 * _MIB
-"""Where a cache is larger still, as a server's, reading from end to end in turn leaves little of the buffer in it."""
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -37,7 +35,7 @@ class Bandwidth:
         )
 
 
-def measure_bandwidth(threads: int, runs: int = 7) -> Bandwidth:
+def measure_bandwidth(threads: int, runs: int = 5) -> Bandwidth:
     """Read a buffer much larger than the last-level cache with ``threads`` threads (numpy releases the lock)."""
     size = _buffer_bytes()
     # Ones, not zeros: pages that were never written all map to one zero page, which stays in the cache.
@@ -59,8 +57,8 @@ def _read(part: NDArray[np.int64]) -> int:
 
 
 def _buffer_bytes() -> int:
-    """Four times the last-level cache, from 128 to 512 MiB, at most a quarter of the memory that is free."""
-    wanted = min(max(_SMALLEST_BUFFER, 4 * last_level_cache_bytes()), _LARGEST_BUFFER)
+    """Twice the last-level cache or 128 MiB, which is more; at most a quarter of the memory that is free."""
+    wanted = max(_SMALLEST_BUFFER, 2 * last_level_cache_bytes())
     return min(wanted, available_bytes() // 4) // 8 * 8
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def from_rows(path: Path, *lines: str, column: str = "text") -> Texts:
     return load_texts(TextSource("jsonl", path=str(path), column=column), "calibration")
 
 
-def paragraphs(texts: list[str]) -> set[str]:
+def paragraphs(texts: Iterable[str]) -> set[str]:
     return {" ".join(paragraph.split()) for text in texts for paragraph in text.split("\n\n")}
 
 
