@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compress.errors import CompressError, InputError
+from compress.errors import CompressError
+from compress.models.gguf.header import read_gguf
 from compress.models.topology import FAMILIES
 from compress.protocols import StoredTensor
 from exporters.gguf.families import GGUF_FAMILIES
@@ -56,22 +56,16 @@ def _number(reader: GGUFReader, key: str) -> int:
 
 def stored_tensors(path: Path) -> Sequence[StoredTensor]:
     """Every tensor of the file, from its header, those of experts apart; InputError if the file is no GGUF file."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    with path.open("rb") as file:
-        facts, infos = _header(file, path)
-    layers = _layers(facts)
+    header = read_gguf(path, arrays=False)
+    layers = _layers(header.metadata)
     found = []
-    for name, shape, number in infos:
-        kind = GGMLQuantizationType(number)
-        block, block_bytes = GGML_QUANT_SIZES[kind]
-        size = int(np.prod(shape)) // block * block_bytes
-        held = layers.get(name, ())
+    for name, tensor in header.tensors.items():
+        shape, held = tensor.shape, layers.get(name, ())
         if len(shape) < 3 or len(held) != shape[0]:
-            found.append(StoredTensor(name, kind.name, shape, size, held[0] if held else None))
+            found.append(StoredTensor(name, tensor.type, shape, tensor.bytes, held[0] if held else None))
             continue
         found += [
-            StoredTensor(f"{name}[{expert}]", kind.name, shape[1:], size // shape[0], layer)
+            StoredTensor(f"{name}[{expert}]", tensor.type, shape[1:], tensor.bytes // shape[0], layer)
             for expert, layer in enumerate(held)
         ]
     return found
@@ -85,51 +79,3 @@ def _layers(facts: Mapping[str, Any]) -> Mapping[str | None, tuple[str, ...]]:
         if row.architecture == architecture and (FAMILIES[name].experts is not None) == bool(experts):
             return layers_by_tensor(FAMILIES[name], facts[f"{architecture}.block_count"], experts)
     return {}
-
-
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-
-
-def _header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int]]]:
-    """(single values by key, (name, shape, type number) of each tensor). Arrays are skipped."""
-    try:
-        magic, version, tensors, keys = _unpack(file, "4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise InputError("this is no GGUF file of version 2 or 3", where=str(path))
-        facts = {}
-        for _ in range(keys):
-            key = _string(file)
-            facts[key] = _value(file, *_unpack(file, "I"))
-        infos = []
-        for _ in range(tensors):
-            name, (count,) = _string(file), _unpack(file, "I")
-            shape = _unpack(file, f"{count}Q")[::-1]
-            number, _offset = _unpack(file, "IQ")
-            infos.append((name, shape, number))
-    except (struct.error, UnicodeDecodeError, KeyError) as error:
-        raise InputError(f"the header is damaged or cut short ({error!r})", where=str(path)) from error
-    return facts, infos
-
-
-def _unpack(file: BinaryIO, layout: str) -> tuple[Any, ...]:
-    return struct.unpack(f"<{layout}", file.read(struct.calcsize(f"<{layout}")))
-
-
-def _string(file: BinaryIO) -> str:
-    return file.read(*_unpack(file, "Q")).decode()
-
-
-def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == _STRING:
-        return _string(file)
-    if kind != _ARRAY:
-        return _unpack(file, _SCALARS[kind])[0]
-    inner, count = _unpack(file, "IQ")
-    if inner == _STRING:
-        for _ in range(count):
-            (length,) = _unpack(file, "Q")
-            file.seek(length, 1)
-    else:
-        file.seek(count * struct.calcsize(_SCALARS[inner]), 1)
-    return None

@@ -227,7 +227,7 @@ def test_inspect_refuses_what_is_no_gguf_file(tmp_path: Path) -> None:
     artifact = export(rounded_model(tiny_llama(tmp_path / "model"), tmp_path / "work"), tmp_path / "out")
     path = artifact.path / artifact.entry
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(InputError, match="damaged or cut short"):
+    with pytest.raises(InputError, match="cut short"):
         GgufExporter().inspect(artifact)
     path.write_bytes(b"PK" + bytes(100))
     with pytest.raises(InputError, match="no GGUF file"):

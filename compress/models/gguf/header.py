@@ -88,13 +88,15 @@ class GgufFile:
         return str(self.metadata.get(key, default))
 
 
-def read_gguf(path: Path) -> GgufFile:
+def read_gguf(path: Path, arrays: bool = True) -> GgufFile:
     """Read the header of ``path``, and of the other parts where it is one of several; no tensor is read.
+
+    Without ``arrays`` the metadata has single values only: the vocabulary of a large model is left where it is.
 
     InputError for a file that is none, is damaged or cut short, or misses parts, and for tensors of unknown types.
     """
     paths = _parts(path)
-    headers = [_read_one(part) for part in paths]
+    headers = [_read_one(part, arrays) for part in paths]
     count = headers[0].metadata.get("split.count", len(paths))
     if count not in (0, len(paths)):
         raise InputError(
@@ -136,12 +138,12 @@ def _parts(path: Path) -> list[Path]:
     return paths
 
 
-def _read_one(path: Path) -> GgufFile:
+def _read_one(path: Path, arrays: bool) -> GgufFile:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     with _opened(path) as data:
         cursor = _Cursor(data, path)
-        metadata, tensors = _metadata(cursor, arrays=True)
+        metadata, tensors = _metadata(cursor, arrays)
         listed = [_listed(cursor) for _ in range(tensors)]
         end = cursor.position
         digest = hashlib.sha256(data[:end]).hexdigest()
