@@ -65,7 +65,11 @@ def theirs(weight: Tensor, scheme: QuantScheme, counts: Tensor | None) -> Tensor
 def compare(bed: Bed, recipe: str, known: dict[str, Tensor], threads: int) -> dict[str, Any]:
     """Scores of both sides, and the bits that either stores."""
     samples, length = bed.calibration.shape
-    overrides = [f"calibration={{samples: {samples}, sequence_length: {length}}}", f"measure.threads={threads}"]
+    overrides = [
+        f"calibration.samples={samples}",
+        f"calibration.sequence_length={length}",
+        f"measure.threads={threads}",
+    ]
     prepared, _, _ = prepare(load(recipe, registry.load, [*overrides, "evaluate=false", "gates={}"], str(bed.model)))
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory(dir=bed.folder) as folder:

@@ -38,7 +38,8 @@ from compress.texts import token_windows
 
 RECIPE = """
 model: {model}
-calibration: {{source: text, path: {calibration}, samples: {samples}, sequence_length: {length}}}
+calibration:
+  {{source: text, path: {calibration}, samples: {samples}, sequence_length: {length}, precision: {precision}}}
 passes: [{passes}]
 export: [onnx]
 measure: {{threads: {threads}, prompt_tokens: 16, generate_tokens: 8, repeats: 1}}
@@ -151,6 +152,7 @@ def main() -> None:
     parser.set_defaults(threads=len(os.sched_getaffinity(0)))
     parser.add_argument("--builder", help="Python with onnxruntime-genai's model builder; without it ours alone")
     parser.add_argument("--only", action="append", help="of ours, those whose name has this in it; default all")
+    parser.add_argument("--precision", default="float32", help="of our calibration; give each a FOLDER of its own")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,7 @@ CELLS = 1024
 
 def code_values(codes: Tensor, name: str) -> Tensor:
     """float32: what ``codes`` (whole numbers of any dtype) of the codebook ``name`` stand for before scaling."""
-    table = torch.tensor(CODEBOOKS[name])
-    return table.index_select(0, codes.to(torch.int32).reshape(-1)).view(codes.shape)
+    return _table(name).index_select(0, codes.to(torch.int32).reshape(-1)).view(codes.shape)
 
 
 def nearest_code(values: Tensor, name: str) -> Tensor:
@@ -32,9 +31,14 @@ def nearest_code(values: Tensor, name: str) -> Tensor:
 
 
 @cache
+def _table(name: str) -> Tensor:
+    return torch.tensor(CODEBOOKS[name])
+
+
+@cache
 def _cells(name: str) -> tuple[Tensor, Tensor]:
     """For each cell: the code before the first boundary that may be in it, and that boundary."""
-    table = torch.tensor(CODEBOOKS[name])
+    table = _table(name)
     boundaries = torch.cat([(table[:-1] + table[1:]) / 2, torch.tensor([torch.inf])])
     # From one cell before: which cell a number near an edge falls into is a matter of rounding.
     low, high = table[0], table[-1]

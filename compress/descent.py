@@ -170,13 +170,12 @@ class _Descent:
         block = self.hessian[columns, columns]
         pull = self.pull[columns].clone()
         change = torch.empty_like(pull)
+        before = values_of(self.codes[columns], scale, zero, self.scheme)
         with one_thread():
-            for index, (column, curvature) in enumerate(
-                zip(range(columns.start, columns.stop), block.diagonal().tolist(), strict=True)
-            ):
-                now = values_of(self.codes[column], scale, zero, self.scheme)
-                self.codes[column] = nearest_codes(now + pull[index] / curvature, scale, zero, self.scheme)
-                change[index] = values_of(self.codes[column], scale, zero, self.scheme) - now
+            for index, (now, curvature) in enumerate(zip(before, block.diagonal().tolist(), strict=True)):
+                code = nearest_codes(now + pull[index] / curvature, scale, zero, self.scheme)
+                self.codes[columns.start + index] = code
+                change[index] = values_of(code, scale, zero, self.scheme) - now
                 pull[index + 1 :].addr_(block[index + 1 :, index], change[index], alpha=-1)
         return change
 

@@ -80,7 +80,9 @@ def _back(decoder: Decoder, index: int, module: nn.Module, inputs: States, gradi
     for window in range(len(inputs)):
         here = slice(window, window + 1)
         entered = inputs[here].requires_grad_(True)
-        torch.autograd.backward(decoder.run_block(index, module, entered), gradient[here])
+        with decoder.in_precision():
+            leaving = decoder.run_block(index, module, entered)
+        torch.autograd.backward(leaving, gradient[here])
         assert entered.grad is not None
         gradient[here] = entered.grad
 

@@ -85,7 +85,7 @@ class Calibration(CheckedSource):
     packing: bool = True
     temperature: float = 1.0
     precision: Literal["float32", "bfloat16"] = "float32"
-    """What blocks multiply in while the calibration windows go through them."""
+    """What blocks multiply in while the calibration windows go through them, and gradients back."""
 
     def problems(self) -> list[str]:
         """Complaints, each ``field: message``."""

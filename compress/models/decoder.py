@@ -7,7 +7,7 @@ called with the blocks swapped for stand-ins that record what each block is give
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -279,6 +279,10 @@ class Decoder:
         leaving: Tensor = out[0] if isinstance(out, tuple) else out
         return leaving
 
+    def in_precision(self) -> AbstractContextManager[Any]:
+        """A context in which blocks multiply in the decoder's precision."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self._precision == "bfloat16")
+
     @torch.no_grad()
     def keys_and_values(self, index: int, module: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What block ``index`` adds to the cache: [samples, kv heads, length, head size] each, positions applied."""
@@ -293,8 +297,7 @@ class Decoder:
 
         None: what leaves is not wanted, only what hooks on ``module`` see.
         """
-        lower = self._precision == "bfloat16"
-        with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+        with self.in_precision():
             for here in pieces(hidden):
                 left = _finite(self.run_block(index, module, hidden[here]), f"what leaves block {index}")
                 if leaving is not None:

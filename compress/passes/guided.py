@@ -123,7 +123,7 @@ def _head_weights(session: Session, module: nn.Module, back: Back, rows: InputSt
 
 
 def _keep(kept: list[Tensor]) -> Callable[[Tensor, Tensor], None]:
-    return lambda _, gradient: kept.append(gradient.square().sum(-1))
+    return lambda _, gradient: kept.append(gradient.float().square().sum(-1))
 
 
 def _watched(spec: DecoderSpec, index: int, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -234,7 +234,7 @@ def test_a_tied_head_that_is_stored_too_is_fine_when_equal(tmp_path: Path) -> No
         Decoder(open_checkpoint(folder))
 
 
-def test_blocks_multiply_in_bfloat16_only_if_asked_and_only_without_gradients(tmp_path: Path) -> None:
+def test_blocks_multiply_in_bfloat16_only_where_all_windows_go_through_them_and_if_asked(tmp_path: Path) -> None:
     checkpoint, tokens = open_checkpoint(tiny_llama(tmp_path / "model")), tokens_of(3, 24)
     exact, lower = Decoder(checkpoint), Decoder(checkpoint, precision="bfloat16")
     hidden = embed(exact, tokens)

@@ -69,6 +69,20 @@ def test_the_curvature_by_the_embeddings_rows_is_that_of_the_whole_model(variant
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5 * float(expected.abs().max()))
 
 
+def test_gradients_go_back_in_the_decoders_precision(tmp_path: Path) -> None:
+    folder, tokens = saved("llama", tmp_path / "model"), tokens_of(3, 20)
+    exact, lower = session_of(folder, tokens), session_of(folder, tokens)
+    lower.decoder = Decoder(open_checkpoint(folder), precision="bfloat16")
+    for session in (exact, lower):
+        Guided().apply(session)
+    for name, weights in exact.token_weights.items():
+        found = lower.token_weights[name]
+        assert found.dtype == torch.float32
+        assert float((found - weights).norm() / weights.norm()) < 5e-2
+    blocks = [name for name in exact.token_weights if name.startswith("model.layers.")]
+    assert all(not torch.equal(exact.token_weights[name], lower.token_weights[name]) for name in blocks)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_gptq_makes_up_for_errors_in_the_embedding(tied: bool, tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "model", hidden_size=64, tie_word_embeddings=tied)
