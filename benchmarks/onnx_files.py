@@ -50,7 +50,7 @@ OURS: Mapping[str, str] = {
     "gptq int4-g32": "guided, gptq",
     **{
         f"mixed within {size}": f"{{{MIXED.format(size=size)}}}, guided, gptq"
-        for size in ("75MB", "88MB", "95MB", "105MB", "113MB")
+        for size in ("75.7MB", "86MB", "98MB", "111MB")
     },
 }
 BUILDER: Mapping[str, Sequence[str]] = {

@@ -44,6 +44,7 @@ from compress.scheme import QuantScheme
 from compress.session import no_progress
 
 OURS = "ours"
+POSITIONS_AT_ONCE = 32
 PEERS = Path(__file__).with_name("peers.py")
 
 
@@ -90,8 +91,13 @@ class Bed:
         """Mean KLD in nats, and its standard error over windows."""
         values = []
         for known, found in zip(self.reference(), logits, strict=True):
-            p, q = torch.from_numpy(np.array(known)), torch.log_softmax(found, -1)
-            values.append(float(((p - q) * p.exp()).sum(-1).double().mean()))
+            # A few positions at a time: a window's 100 MB of temporaries are new pages each time.
+            parts = []
+            for here in range(0, len(found), POSITIONS_AT_ONCE):
+                p = torch.from_numpy(np.array(known[here : here + POSITIONS_AT_ONCE]))
+                q = torch.log_softmax(found[here : here + POSITIONS_AT_ONCE], -1)
+                parts.append(((p - q) * p.exp()).sum(-1).double())
+            values.append(float(torch.cat(parts).mean()))
         return {"kld": float(np.mean(values)), "error": float(np.std(values, ddof=1) / len(values) ** 0.5)}
 
 

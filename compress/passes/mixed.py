@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compress.fields import ByteSize, plain
 from compress.protocols import Resource
@@ -24,14 +24,9 @@ from compress.report import LayerRecord, PassRecord
 from compress.scheme import QuantScheme
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from compress.session import Session
-
-GAP = 1e-6
-"""Share of the loss by which the solver may miss the best plan."""
-ROOM_SCALE = 1e6
 
 
 @dataclass(frozen=True)
@@ -139,6 +134,8 @@ class Mixed:
         self, session: Session, loss: Mapping[str, list[float]], bits: Mapping[str, list[int]], budget: int
     ) -> list[int]:
         """The choice for each layer; layers that must have one scheme are one item of the knapsack."""
+        from compress.knapsack import solve
+
         together = {layer: tuple(layers) for layers in session.one_scheme for layer in layers}
         items: dict[tuple[str, ...], list[str]] = {}
         for layer in loss:
@@ -197,66 +194,6 @@ class Mixed:
 def _bits(session: Session, layer: str, scheme: QuantScheme | None) -> int:
     beside = 0 if scheme is None else session.residual_bits(layer)
     return session.stored_bits(scheme, session.shapes[layer]) + beside
-
-
-def solve(loss: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], budget: int) -> list[int]:
-    """The choice for each layer with the least total loss and total bits <= budget (mixed-integer program, exact).
-
-    Within a millionth of the loss above the sum of every layer's least; ValueError if no choice fits.
-    """
-    import numpy as np
-
-    cost, size = np.array(loss, dtype=np.float64), np.array(bits, dtype=np.int64)
-    cost -= cost.min(axis=1, keepdims=True)
-    spare = budget - int(size.min(axis=1).sum())
-    if spare < 0:
-        raise ValueError(f"no choice of schemes fits {budget} bits")
-    size -= size.min(axis=1, keepdims=True)
-    # In units that all sizes share the numbers are small, and the solver's absolute tolerances are harmless.
-    unit = max(int(np.gcd.reduce(size.ravel())), 1)
-    size, spare = size // unit, spare // unit
-    rows = np.arange(len(cost))
-    best = np.lexsort((cost, size), axis=1)[:, 0]
-    room = spare
-    while (total := float(cost[rows, best].sum())) > 0 and room >= 0:
-        # What costs more than the best so far is out; the rest, scaled to it, is within the solver's precision.
-        found = _milp(np.minimum(cost, total) / total, size, room, (cost <= total) & (size <= room))
-        if found is None:
-            break
-        excess = int(size[rows, found].sum()) - spare
-        if excess > 0:
-            room -= excess
-        elif cost[rows, found].sum() < (1 - GAP) * total:
-            best = found
-        else:
-            break
-    picked: list[int] = best.tolist()
-    return picked
-
-
-def _milp(cost: NDArray[Any], size: NDArray[Any], room: int, allowed: NDArray[Any]) -> NDArray[Any] | None:
-    """The option of each row with the least cost and total size <= room, to the solver's tolerances; None if none."""
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import coo_array
-
-    columns = np.arange(cost.size)
-    one_each = coo_array((np.ones(cost.size), (columns // cost.shape[1], columns)))
-    scale = max(room / ROOM_SCALE, 1.0)
-    found = milp(
-        np.where(allowed, cost, 0.0).ravel(),
-        integrality=np.ones(cost.size),
-        bounds=Bounds(0, allowed.ravel().astype(np.float64)),
-        constraints=[
-            LinearConstraint(one_each, 1, 1),
-            LinearConstraint(np.where(allowed, size, 0).reshape(1, -1) / scale, -np.inf, room / scale),
-        ],
-        options={"mip_rel_gap": GAP},
-    )
-    if found.x is None:
-        return None
-    picked: NDArray[Any] = np.argmax(found.x.reshape(cost.shape), axis=1)
-    return picked
 
 
 def fisher_information(session: Session, samples: int, wanted: set[str]) -> Iterator[tuple[str, Tensor, Tensor]]:
