@@ -21,13 +21,14 @@ import gguf
 import libgguf
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from benchmarks.quality import Bed, Stopwatch, options, windows
 from compress import registry
 from compress.engine import Clock, run_passes
+from compress.importance import statistics
 from compress.journal import Journal
 from compress.models.decoder import Decoder
+from compress.models.sources import open_model
 from compress.prepare import prepare
 from compress.recipe import load
 from compress.scheme import QuantScheme
@@ -36,23 +37,9 @@ from exporters.gguf.storage import TypeChoices
 
 
 def importance(bed: Bed) -> dict[str, Tensor]:
-    """Layer -> mean square of each of its inputs over the calibration windows, float32 [in]."""
-    model = AutoModelForCausalLM.from_pretrained(bed.model, dtype=torch.float32).eval()
-    sums: dict[str, Tensor] = {}
-
-    def watch(name: str) -> Any:
-        def hook(_: Any, inputs: tuple[Tensor, ...]) -> None:
-            sums[name] = sums.get(name, 0) + inputs[0].square().flatten(0, -2).sum(0)
-
-        return hook
-
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(watch(name))
-    with torch.no_grad():
-        for window in bed.calibration:
-            model(window[None], use_cache=False, logits_to_keep=1)
-    return {name: total / bed.calibration.numel() for name, total in sums.items()}
+    """Layer -> mean square of each of its inputs over the calibration tokens that reach it, float32 [in]."""
+    found = statistics(Decoder(open_model(str(bed.model))), bed.calibration, None, no_progress)
+    return {layer: stats.gram.diagonal() / stats.tokens for layer, stats in found if stats.tokens}
 
 
 def theirs(weight: Tensor, scheme: QuantScheme, counts: Tensor | None) -> Tensor:

@@ -55,8 +55,8 @@ OURS: Mapping[str, str] = {
 }
 BUILDER: Mapping[str, Sequence[str]] = {
     "int4": (),
-    "int4 k_quant": ("int4_algo_config=k_quant",),
-    "int4 k_quant_mixed": ("int4_algo_config=k_quant_mixed",),
+    "int4 k_quant": ("algo_config=k_quant",),
+    "int4 k_quant_mixed": ("algo_config=k_quant_mixed",),
 }
 """Name -> the builder's extra options."""
 
@@ -96,7 +96,7 @@ def build_genai(name: str, options: argparse.Namespace) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         command = [options.builder, "-m", "onnxruntime_genai.models.builder", "-i", options.model, "-o", partial]
         command += ["-p", "int4", "-e", "cpu", "-c", options.out / "cache"]
-        extra = [*BUILDER[name], "int4_accuracy_level=4"]
+        extra = [*BUILDER[name], "accuracy_level=4"]
         with (options.out / "builder.log").open("a") as log:
             subprocess.run([*map(str, command), "--extra_options", *extra], check=True, stdout=log, stderr=log)
         partial.rename(out)

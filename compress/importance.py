@@ -51,7 +51,7 @@ def collect(
     windows = token_windows(checkpoint, section, "calibration")
     sums: dict[str, dict[int, tuple[F32, float]]] = {}
     unseen = []
-    for layer, stats in _statistics(decoder, windows.tokens, windows.real, progress):
+    for layer, stats in statistics(decoder, windows.tokens, windows.real, progress):
         name, matrix = entries[layer]
         sums.setdefault(name, {})[matrix] = (stats.gram.diagonal().numpy().copy(), float(stats.tokens))
         if stats.tokens == 0:
@@ -86,7 +86,7 @@ def _described(section: Calibration) -> str:
     return f"{named}, {section.samples} windows of {section.sequence_length} tokens, seed {section.seed}"
 
 
-def _statistics(
+def statistics(
     decoder: Decoder, tokens: torch.Tensor, real: torch.Tensor | None, progress: Progress
 ) -> Iterator[tuple[str, InputStats]]:
     """Each matrix and what it is fed, block by block; embeddings are fed nothing."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +28,20 @@ _CACHE_TYPES: Mapping[str, type[np.generic]] = MappingProxyType(
 _PAST, _PRESENT = "past_key_values.", "present."
 
 
+@dataclass(frozen=True)
+class _Past:
+    """A graph input that holds keys or values, [batch, heads, tokens, size] of ONNX Runtime's ``type``."""
+
+    name: str
+    type: str
+    heads: int
+    size: int
+
+    def empty(self, tokens: int) -> NDArray[Any]:
+        """Zeros, written: the memory is taken now and not little by little while tokens are timed."""
+        return np.full((1, self.heads, tokens, self.size), 0, dtype=_CACHE_TYPES[self.type])
+
+
 class OrtRuntime:
     """One session and one key/value cache of ``context`` tokens, of the file's type, that every step writes in place.
 
@@ -42,6 +58,7 @@ class OrtRuntime:
         self._chunk = chunk
         self._session: Any = None
         self._binding: Any = None
+        self._past: list[_Past] = []
         self._cache: list[Any] = []
         self._threads = 0
         self._length = 0
@@ -76,7 +93,7 @@ class OrtRuntime:
         if threads < 1 or context < 1:
             raise InputError(f"threads={threads} and context={context} must both be at least 1", where=str(entry))
         self._session = _open(entry, threads, self._spin, self._exact)
-        past = self._past_inputs()
+        self._past = past = _past_inputs(entry, self._session)
         vocabulary = [item.shape[2] for item in self._session.get_outputs() if item.name == "logits"]
         if not past or not vocabulary:
             raise InputError(
@@ -91,9 +108,7 @@ class OrtRuntime:
         self._binding, self._cache, self._written = self._session.io_binding(), [], {}
         self._growing = {} if self._properties().get("cache") == "growing" else None
         for item in past if self._growing is None else ():
-            _, heads, _, size = item.shape
-            # Written now, so that the memory is taken at load and not little by little while tokens are timed.
-            empty = np.full((1, heads, context, size), 0, dtype=_CACHE_TYPES[item.type])
+            empty = item.empty(context)
             buffer = onnxruntime.OrtValue.ortvalue_from_numpy(empty)
             # The value wraps the array's memory and must outlive the binding.
             self._cache.append(buffer)
@@ -139,8 +154,7 @@ class OrtRuntime:
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of the key/value cache for ``context`` tokens."""
-        past = self._past_inputs()
-        return sum(np.dtype(_CACHE_TYPES[x.type]).itemsize * x.shape[1] * x.shape[3] * context for x in past)
+        return sum(np.dtype(_CACHE_TYPES[x.type]).itemsize * x.heads * x.size * context for x in self._past)
 
     def close(self) -> None:
         """Free the session and the cache."""
@@ -148,7 +162,7 @@ class OrtRuntime:
         self._cache, self._written = [], {}
         self._growing = None
 
-    def _find_turns(self, entry: Path, stream: Stream, past: list[Any]) -> Mapping[str, Turn | None]:
+    def _find_turns(self, entry: Path, stream: Stream, past: Sequence[_Past]) -> Mapping[str, Turn | None]:
         quantised = sorted({item.type for item in past if np.dtype(_CACHE_TYPES[item.type]).kind != "f"})
         if quantised:
             raise InputError(
@@ -183,9 +197,6 @@ class OrtRuntime:
         found: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
         return found
 
-    def _past_inputs(self) -> list[Any]:
-        return [item for item in self._session.get_inputs() if item.name.startswith(_PAST)]
-
     def _advance(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """Append ``tokens`` to the sequence; their logits [tokens, vocab]."""
         self._make_room(len(tokens))
@@ -206,16 +217,32 @@ class OrtRuntime:
     def _advance_growing(self, tokens: NDArray[np.int64], total: int) -> NDArray[np.float32]:
         past = self._growing
         if past is None or self._length == 0:
-            past = {
-                item.name: np.zeros((1, item.shape[1], 0, item.shape[3]), dtype=_CACHE_TYPES[item.type])
-                for item in self._past_inputs()
-            }
+            past = {item.name: item.empty(0) for item in self._past}
         given = {"input_ids": tokens[None].astype(np.int64), "attention_mask": self._mask[:, :total]}
         names = ["logits", *(name.replace(_PAST, _PRESENT, 1) for name in past)]
         logits, *present = self._session.run(names, given | past)
         self._growing, self._length = dict(zip(past, present, strict=True)), total
         found: NDArray[np.float32] = logits[0]
         return found
+
+
+def _past_inputs(entry: Path, session: Any) -> list[_Past]:
+    """The inputs of the cache. onnxruntime-genai's builder names its sizes in a file beside the graph alone."""
+    found = [item for item in session.get_inputs() if item.name.startswith(_PAST)]
+    sizes = {item.name: item.shape[3] for item in found}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        config = entry.with_name("genai_config.json")
+        try:
+            named = int(json.loads(config.read_text(encoding="utf-8"))["model"]["decoder"]["head_size"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                "the graph does not say how wide a head of its cache is, and no genai_config.json beside it does"
+                f" ({error!r})",
+                where=str(entry),
+                fix="keep the file beside the genai_config.json that was made with it",
+            ) from error
+        sizes = dict.fromkeys(sizes, named)
+    return [_Past(item.name, item.type, item.shape[1], sizes[item.name]) for item in found]
 
 
 def _open(entry: Path, threads: int, spin: bool, exact: bool) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -151,6 +153,25 @@ def test_exact_leaves_activations_in_fp32(entry: Path, expected: np.ndarray, tmp
     close_to(exact.prefill(TOKENS, all_logits=True), expected)
     assert np.abs(rounding.prefill(TOKENS, all_logits=True) - expected).max() > 1e-3
     assert (rounding.describe()["exact"], exact.describe()["exact"]) == (False, True)
+
+
+def test_a_cache_of_unnamed_width_has_that_of_the_file_beside(
+    entry: Path, expected: np.ndarray, tmp_path: Path
+) -> None:
+    """As onnxruntime-genai's own builder writes them."""
+    folder = shutil.copytree(entry.parent, tmp_path / "copy")
+    model = onnx.load(folder / entry.name, load_external_data=False)
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name.startswith(("past_key_values.", "present.")):
+            value.type.tensor_type.shape.dim[3].dim_param = "kv_cache_dim"
+    onnx.save(model, folder / entry.name)
+    runtime = OrtRuntime(spin=False)
+    runtime.load(folder / entry.name, threads=1, context=len(TOKENS))
+    close_to(runtime.prefill(TOKENS, all_logits=True), expected)
+    assert runtime.kv_bytes(1) == 2 * 2 * 2 * 16 * 4
+    (folder / "genai_config.json").unlink()
+    with pytest.raises(InputError, match=r"how wide a head of its cache is, and no genai_config\.json"):
+        runtime.load(folder / entry.name, threads=1, context=8)
 
 
 def test_kv_bytes_counts_keys_and_values_of_every_layer(runtime: OrtRuntime) -> None:
