@@ -40,19 +40,18 @@ RECIPE = """
 model: {model}
 calibration:
   {{source: text, path: {calibration}, samples: {samples}, sequence_length: {length}, precision: {precision}}}
-passes: [{passes}]
+passes: [{{{mixed}}}, guided, gptq]
 export: [onnx]
 measure: {{threads: {threads}, prompt_tokens: 16, generate_tokens: 8, repeats: 1}}
 evaluate: false
 """
-MIXED = "mixed: {{target_size: {size}, choices: [int4-g32, int4-g32-asym, int8-g32]}}"
+FOUR_OR_EIGHT = "int4-g32, int4-g32-asym, int8-g32"
 OURS: Mapping[str, str] = {
-    "gptq int4-g32": "guided, gptq",
-    **{
-        f"mixed within {size}": f"{{{MIXED.format(size=size)}}}, guided, gptq"
-        for size in ("75.7MB", "86MB", "98MB", "111MB")
-    },
+    "int4-g32": "mixed: {target_size: 75.7MB, choices: [int4-g32, int8-g32]}",
+    "mixed within 86MB": f"mixed: {{target_size: 86MB, choices: [{FOUR_OR_EIGHT}]}}",
+    "mixed within 111MB": f"mixed: {{target_size: 111MB, choices: [{FOUR_OR_EIGHT}, int4-g16-asym, int8-g64]}}",
 }
+"""Name -> how the scheme of each matrix, embedding included, is chosen."""
 BUILDER: Mapping[str, Sequence[str]] = {
     "int4": (),
     "int4 k_quant": ("algo_config=k_quant",),
@@ -83,7 +82,7 @@ def build_ours(name: str, options: argparse.Namespace) -> Path:
     out = options.out / f"ours {name}".replace(" ", "-")
     if not out.exists():
         recipe = options.out / "recipe.yaml"
-        recipe.write_text(RECIPE.format(passes=OURS[name], **vars(options)))
+        recipe.write_text(RECIPE.format(mixed=OURS[name], **vars(options)))
         compress.run(recipe, out, resume=True)
     return Path(out / "onnx")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import activations, eviction, quality
+from benchmarks import activations, eviction, onnx_files, quality
 from exporters.onnx import OnnxExporter
 from tests.compress.runs import sentences
 from tests.support import rounded_model, tiny_llama
@@ -45,6 +46,25 @@ def test_a_peer_without_an_environment_is_asked_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("sys.argv", ["quality.py", "--model", str(model), *texts, *sizes, *run])
     with pytest.raises(SystemExit, match="give --peer llm-compressor=PYTHON"):
         quality.main()
+
+
+def test_onnx_files_are_built_once_scored_and_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama(tmp_path / "model")
+    for number, name in enumerate(("calibration", "evaluation")):
+        (tmp_path / name).write_text(sentences(number, 1500), encoding="utf-8")
+    command = ["onnx_files.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
+    command += ["--calibration", str(tmp_path / "calibration"), "--evaluation", str(tmp_path / "evaluation")]
+    command += ["--samples", "4", "--windows", "3", "--length", "32", "--rounds", "2", "--only", "int4-g32"]
+    monkeypatch.setattr("sys.argv", command)
+    onnx_files.main()
+    row = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    folder = tmp_path / "out/ours-int4-g32/onnx"
+    size = sum((folder / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
+    assert row[:2] == ["ours int4-g32", f"{size / 1e6:.1f}"]
+    assert 0 < float(row[2]) < 1
+    assert all(float(speed) > 0 for speed in re.findall(r"[\d.]+", row[4]))
 
 
 def test_eviction_prints_a_row_for_each_share(

@@ -120,7 +120,7 @@ class OnnxExporter:
         return context_length(spec)
 
     def one_scheme(self, spec: DecoderSpec) -> Sequence[Sequence[str]]:
-        """None: every expert has matrices of its own."""
+        """None: every layer, and every expert, has tensors of its own."""
         return []
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:

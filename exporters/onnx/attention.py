@@ -60,9 +60,13 @@ class AttentionWriter:
         spec, writer = self._spec, self._writer
         widths = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
         widths = {role: heads * spec.head_dim for role, heads in widths.items()}
-        projected = self._layers.roles(index, widths, hidden)
-        heads = {role: self._head_norm(index, role, value) for role, value in projected.items()}
         tables = self._rotary_tables(index)
+        packed = self._packed(index, hidden) if tables is not None and self._rotates_inside(tables) else None
+        if packed is not None:
+            heads = {"q": packed, "k": "", "v": ""}
+        else:
+            projected = self._layers.roles(index, widths, hidden)
+            heads = {role: self._head_norm(index, role, value) for role, value in projected.items()}
         if tables is not None and not self._rotates_inside(tables):
             heads |= {role: self._rotate(heads[role], widths[role], tables) for role in "qk"}
         past, present = [], []
@@ -74,6 +78,18 @@ class AttentionWriter:
             writer.output(name, dtype, [*dims[:2], "total_sequence_length", size])
             present.append(name)
         return self._layers.linear(spec.linear(index, "o"), self._mix(index, heads, past, present, tables))
+
+    def _packed(self, index: int, hidden: str) -> str | None:
+        """Queries, keys and values side by side, from one product; None where they have norms or are stored unlike."""
+        spec = self._spec
+        if spec.family.head_norms:
+            return None
+        for fused, parts in spec.family.fused.items():
+            if list(parts) == list("qkv"):
+                return self._layers.linear(spec.linear(index, fused), hidden)
+        layers = [spec.linear(index, role) for role in "qkv"]
+        name = f"{spec.family.block.format(index=index)}.qkv"
+        return self._layers.joined(layers, name, hidden) if self._layers.joins(layers) else None
 
     def prepare(self, input_ids: str, attention_mask: str) -> str:
         """What attention needs to know of the batch; tokens int64 [batch, sequence] for the embedding."""

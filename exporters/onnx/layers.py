@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,39 @@ class LayerWriter:
                 return dict(zip(roles, names, strict=True))
         return {role: self.linear(spec.linear(index, role), value) for role in roles}
 
+    def joins(self, layers: Sequence[str]) -> bool:
+        """Whether one node can multiply by all of ``layers``: they are stored alike."""
+        schemes = {self._model.schemes.get(layer) for layer in layers}
+        levels = {self._levels.of(layer) for layer in layers}
+        if len(schemes) > 1 or len(levels) > 1 or any(self._model.residual(layer) is not None for layer in layers):
+            return False
+        scheme = schemes.pop()
+        return scheme is not None and scheme.codebook is None
+
+    def joined(self, layers: Sequence[str], name: str, value: str) -> str:
+        """Outputs of ``layers``, which :meth:`joins`, side by side: one product instead of one each.
+
+        Each keeps its tensors; the runtime puts them together once, when it loads the file.
+        """
+        found = [self._store(layer) for layer in layers]
+
+        def together(part: str, tensors: Sequence[str]) -> str:
+            return self._writer.node("Concat", tensors, f"{name}.{part}", axis=0)
+
+        zero_points = [one.zero_points for one in found if one.zero_points is not None]
+        biases = [self._bias(layer) for layer in layers]
+        given = [bias for bias in biases if bias is not None]
+        assert len(given) in (0, len(layers))
+        stored = replace(
+            found[0],
+            codes=together("codes", [one.codes for one in found]),
+            scales=together("scales", [one.scales for one in found]),
+            zero_points=together("zero_points", zero_points) if zero_points else None,
+            rows=sum(one.rows for one in found),
+        )
+        bias = together("bias", given) if given else None
+        return self._matmul_nbits(stored, name, value, name, bias, self._levels.of(layers[0]))
+
     def norm(self, norm: str, value: str, gain: float = 1.0) -> str:
         """RMS norm over the last axis, times ``gain``."""
         inputs = [value, self._norm_weight(norm, gain)]
@@ -136,14 +169,14 @@ class LayerWriter:
         """``value @ embedding.T``, from the very tensors that :meth:`embedding` stored."""
         bias = self._bias(head)
         if embedding in self._model.schemes:
-            return self._matmul_nbits(self._embeddings[embedding], head, value, output, bias)
+            return self._matmul_nbits(self._embeddings[embedding], head, value, output, bias, self._levels.of(head))
         weight = self._writer.node("Transpose", [f"{embedding}.weight"], f"{head}.transposed", perm=[1, 0])
         return self._matmul(head, [value, weight], output, bias)
 
     def _quantised(self, layer: str, value: str, output: str, bias: str | None) -> str:
         if self._model.schemes[layer].codebook is not None:
             return self._matmul_bnb4(layer, value, output, bias)
-        return self._matmul_nbits(self._store(layer), layer, value, output, bias)
+        return self._matmul_nbits(self._store(layer), layer, value, output, bias, self._levels.of(layer))
 
     def _bias(self, layer: str) -> str | None:
         name = f"{layer}.bias"
@@ -176,8 +209,8 @@ class LayerWriter:
         )
         return product if bias is None else self._add_bias(layer, product, bias, output)
 
-    def _matmul_nbits(self, stored: _Stored, layer: str, value: str, output: str, bias: str | None) -> str:
-        inputs = [value, self._in_blocks(stored, layer), stored.scales]
+    def _matmul_nbits(self, stored: _Stored, node: str, value: str, output: str, bias: str | None, level: int) -> str:
+        inputs = [value, self._in_blocks(stored, node), stored.scales]
         if stored.zero_points or bias:
             inputs.append(stored.zero_points or "")
         if bias:
@@ -185,27 +218,27 @@ class LayerWriter:
         return self._writer.node(
             "MatMulNBits",
             inputs,
-            layer,
+            node,
             [output],
             domain=MICROSOFT,
             K=stored.columns,
             N=stored.rows,
             bits=stored.bits,
             block_size=stored.block,
-            accuracy_level=self._levels.of(layer),
+            accuracy_level=level,
         )
 
-    def _in_blocks(self, stored: _Stored, layer: str) -> str:
+    def _in_blocks(self, stored: _Stored, node: str) -> str:
         """The codes as [out, blocks, bytes of a block], through a node that the runtime removes when it loads the file.
 
         A session without graph optimisation keeps the Cast of the scales, and MatMulNBits would then compute nonsense
         from constant codes: it packs them at load, before it knows the scales. Behind a node they are not constant.
         """
         if not stored.flat:
-            return self._writer.node("Identity", [stored.codes], f"{layer}.blocks")
+            return self._writer.node("Identity", [stored.codes], f"{node}.blocks")
         blocks = -(-stored.columns // stored.block)
         shape = self._writer.constant([stored.rows, blocks, stored.block * stored.bits // 8])
-        return self._writer.node("Reshape", [stored.codes, shape], f"{layer}.blocks")
+        return self._writer.node("Reshape", [stored.codes, shape], f"{node}.blocks")
 
     def _store(self, layer: str, flat: bool = False) -> _Stored:
         """Write the tensors of a quantised layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,7 +57,7 @@ class _Graph:
         self._producers = {node.output[0]: node for node in model.graph.node}
         self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in model.graph.initializer}
         self._nodes = {node.name: node for node in model.graph.node}
-        found = [layer for layer in map(self._layer, model.graph.node) if layer is not None]
+        found = [layer for node in model.graph.node for layer in self._stored_by(node)]
         # What turns codes into numbers is no layer, and codes that serve twice (a tied head) are one.
         parts = {name for layer in found for role, name in layer.tensors.items() if role not in ("codes", "weight")}
         self.layers: dict[str, _Layer] = {}
@@ -137,11 +137,28 @@ class _Graph:
         scaled: NDArray[np.float32] = values.reshape(len(scales), -1) * scales[:, None]
         return scaled.reshape(layer.shape)
 
-    def _layer(self, node: Any) -> _Layer | None:
-        """The layer whose weight this node stores, or None: a tied head computes with another layer's tensors."""
+    def _stored_by(self, node: Any) -> Iterator[_Layer]:
+        """The layers whose weights a node multiplies by: one of its name, or several that a Concat puts together."""
         places = _WEIGHT_INPUTS.get(node.op_type, {})
         given = {role: node.input[at] for role, at in places.items() if at < len(node.input) and node.input[at]}
-        tensors = {role: self._source(value) for role, value in given.items()}
+        parts = {role: self._joined(value) for role, value in given.items()}
+        count = max(map(len, parts.values()), default=0)
+        for number in range(count):
+            tensors = {role: self._source(values[number]) for role, values in parts.items()}
+            layer = self._layer(node, tensors)
+            if layer is not None:
+                name = tensors["codes"].removesuffix(".codes") if count > 1 else layer.name
+                yield replace(layer, name=name)
+
+    def _joined(self, value: str) -> Sequence[str]:
+        """What a Concat puts together to ``value``, through Identity; ``value`` itself where none does."""
+        producer = self._producers.get(value)
+        if producer is not None and producer.op_type == "Identity":
+            return self._joined(producer.input[0])
+        return list(producer.input) if producer is not None and producer.op_type == "Concat" else [value]
+
+    def _layer(self, node: Any, tensors: Mapping[str, str]) -> _Layer | None:
+        """What a node stores in ``tensors``, or None: a tied head computes with another layer's."""
         main = self.tensors.get(next(iter(tensors.values()), ""))
         attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
         if node.op_type == "MatMulBnb4" and main is not None:

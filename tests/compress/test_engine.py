@@ -35,16 +35,20 @@ def layer_bytes(out: Path) -> tuple[dict[str, int], dict[str, int]]:
     stored = {tensor.name: onnx.numpy_helper.to_array(tensor).nbytes for tensor in graph.initializer}
     producers = {output: node for node in graph.node for output in node.output}
 
-    def behind(value: str) -> int:
-        while value not in stored and value in producers and producers[value].op_type in ("Cast", "Identity"):
-            value = producers[value].input[0]
-        return int(stored.get(value, 0))
+    def behind(value: str) -> list[str]:
+        if value in stored:
+            return [value]
+        follow = value in producers and producers[value].op_type in ("Cast", "Identity", "Concat")
+        return [name for given in producers[value].input for name in behind(given)] if follow else []
 
-    in_onnx = {
-        node.name: sum(map(behind, node.input[1:]))
-        for node in graph.node
-        if node.op_type in ("MatMulNBits", "MatMul") and ".layers." in node.name
-    }
+    in_onnx = {}
+    for node in graph.node:
+        if node.op_type in ("MatMulNBits", "MatMul") and ".layers." in node.name:
+            # Several layers where a Concat joins them: then the tensors' names say which.
+            layers = list(zip(*filter(None, map(behind, node.input[1:])), strict=True))
+            for names in layers:
+                layer = node.name if len(layers) == 1 else names[0].removesuffix(".codes")
+                in_onnx[layer] = sum(stored[name] for name in names)
     in_gguf = {
         tensor.name: int(tensor.n_bytes)
         for tensor in GGUFReader(out / "gguf/model.gguf").tensors

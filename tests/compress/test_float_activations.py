@@ -90,10 +90,16 @@ def test_padding_costs_nothing(tmp_path: Path) -> None:
 
 def levels_of(out: Path) -> dict[str, int]:
     graph = onnx.load(out / "onnx" / "model.onnx", load_external_data=False).graph
+    parts = {
+        node.name.removesuffix(".codes"): [name.removesuffix(".codes") for name in node.input]
+        for node in graph.node
+        if node.op_type == "Concat" and node.name.endswith(".codes")
+    }
     return {
-        node.name: next(helper.get_attribute_value(a) for a in node.attribute if a.name == "accuracy_level")
+        layer: next(helper.get_attribute_value(a) for a in node.attribute if a.name == "accuracy_level")
         for node in graph.node
         if node.op_type == "MatMulNBits"
+        for layer in parts.get(node.name, [node.name])
     }
 
 

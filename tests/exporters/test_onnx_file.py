@@ -62,7 +62,9 @@ def places(graph: Any) -> list[tuple[int, int]]:
 def test_every_quantised_node_carries_the_accuracy_level(tmp_path: Path, level: int, tied: bool) -> None:
     model = rounded_model(tiny_llama(tmp_path / "m", tie_word_embeddings=tied), tmp_path / "w")
     nodes = [node for node in graph_of(export(model, tmp_path / "out", level)).node if node.op_type == "MatMulNBits"]
-    assert {node.name for node in nodes} == {*model.schemes, "lm_head"} - {"model.embed_tokens"}
+    alike = {layer for layer in model.schemes if layer.endswith(("q_proj", "k_proj", "v_proj"))}
+    joined = {f"model.layers.{index}.qkv" for index in range(2)}
+    assert {node.name for node in nodes} == {*model.schemes, *joined, "lm_head"} - alike - {"model.embed_tokens"}
     assert all(attributes(node)["accuracy_level"] == level for node in nodes)
 
 
@@ -85,6 +87,42 @@ def test_layers_may_be_excepted_from_the_level_and_are_named(tmp_path: Path) -> 
     assert all(layer in named for layer in excepted)
     assert slow.endswith("many times slower: model.layers.0.mlp.up_proj, lm_head")
     assert OnnxExporter().remarks(spec, schemes) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "levels", "products"),
+    [
+        ({}, (), 1),
+        ({"k_proj": "int4-g32-asym"}, (), 3),
+        ({"v_proj": None}, (), 2),
+        ({}, ("*.q_proj",), 3),
+        ({"q_proj": "nf4-g64", "k_proj": "nf4-g64", "v_proj": "nf4-g64"}, (), 0),
+    ],
+)
+def test_projections_stored_alike_are_one_product(
+    tmp_path: Path, plan: dict[str, str | None], levels: tuple[str, ...], products: int
+) -> None:
+    layers = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    named = {f"model.layers.0.self_attn.{name}": scheme for name, scheme in plan.items()}
+    model = rounded_model(tiny_llama(tmp_path / "m", attention_bias=True), tmp_path / "w", plan=named)
+    (tmp_path / "out").mkdir()
+    exporter = OnnxExporter(4, float_activations=levels)
+    artifact = exporter.write(model, tmp_path / "out")
+    nodes = [node for node in graph_of(artifact).node if node.name in (*layers, "model.layers.0.qkv")]
+    assert len([node for node in nodes if node.op_type == "MatMulNBits"]) == products
+    for layer, weight in exporter.read_back(artifact, layers):
+        np.testing.assert_array_equal(weight, model.weight(layer).numpy())
+    listed = {tensor.layer: tensor for tensor in exporter.inspect(artifact)}
+    assert all(listed[layer].shape == model.shapes[layer] for layer in layers)
+    assert all(
+        8 * listed[layer].bytes == exporter.stored_bits(model.schemes.get(layer), model.shapes[layer])
+        for layer in layers
+    )
+    runtime, tokens = OrtRuntime(spin=False, exact=True), np.arange(1, 30)
+    runtime.load(artifact.path / artifact.entry, threads=1, context=32)
+    with torch.no_grad():
+        expected = fake_quantized(model)(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    np.testing.assert_allclose(runtime.prefill(tokens, all_logits=True), expected, atol=2e-4, rtol=0)
 
 
 def test_patterns_of_excepted_layers_are_checked() -> None:
