@@ -26,7 +26,7 @@ import numpy as np
 import compress
 from benchmarks.quality import options as options_for
 from compress import registry
-from compress.kv import CacheTypes
+from compress.kv import CACHE_TYPES, CacheTypes
 from compress.models.sources import open_model
 from compress.models.topology import DecoderSpec, describe
 from compress.protocols import Artifact
@@ -95,7 +95,7 @@ def rows_of(options: argparse.Namespace, spec: DecoderSpec) -> list[Row]:
     """Every file with every cache that it can have; the first of each format is what the others are compared with."""
     gguf = build("gguf", options)
     rows = []
-    for cache in CACHES:
+    for cache in (FLOAT, *options.cache) if options.cache else CACHES:
         unfit = cache.complaints(spec.head_dim, spec.head_dim)
         if unfit:
             print(f"left out: {cache}: {'; '.join(unfit)}", file=sys.stderr)
@@ -165,12 +165,21 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def _cache(text: str) -> CacheTypes:
+    keys, _, values = text.partition(",")
+    for kind in (keys, values or keys):
+        if kind not in CACHE_TYPES:
+            raise argparse.ArgumentTypeError(f"{kind!r} is none of {', '.join(CACHE_TYPES)}")
+    return CacheTypes(keys, values or keys)  # type: ignore[arg-type]
+
+
 def main() -> None:
     """Build, score, time, print."""
     parser = options_for(__doc__)
     parser.set_defaults(length=4096, windows=2, samples=32, threads=len(os.sched_getaffinity(0)))
     parser.add_argument("--scheme", default="int8-g32", help="of the weights")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cache", type=_cache, action="append", help="of llama.cpp: q8_0, or KEYS,VALUES; default all")
     options = parser.parse_args()
     if options.length <= GENERATED:
         parser.error(f"--length must be above {GENERATED}")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kv_cache
-from compress.kv import CacheTypes
 from tests.compress.runs import sentences
 from tests.support import tiny_llama
 
@@ -19,10 +18,10 @@ def test_every_cache_is_scored_against_the_float_one(
     model = tiny_llama(tmp_path / "model", head_dim=32, max_position_embeddings=512)
     for number, name in enumerate(("calibration", "evaluation")):
         (tmp_path / name).write_text(sentences(number, 3000), encoding="utf-8")
-    monkeypatch.setattr(kv_cache, "CACHES", (kv_cache.FLOAT, *(CacheTypes(k, k) for k in ("q8_0", "q4_0"))))
     command = ["kv_cache.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
     command += ["--calibration", str(tmp_path / "calibration"), "--evaluation", str(tmp_path / "evaluation")]
     command += ["--samples", "2", "--windows", "2", "--length", "96", "--rounds", "1"]
+    command += ["--cache", "q8_0", "--cache", "q4_0"]
     monkeypatch.setattr("sys.argv", command)
     kv_cache.main()
     printed = capsys.readouterr().out
