@@ -93,14 +93,14 @@ def test_costs_of_activations_add_up(
     (tmp_path / "text").write_text(sentences(1, 300), encoding="utf-8")
     command = ["activations.py", "--artifact", str(artifact.path), "--text", str(tmp_path / "text")]
     found = {}
-    for more in ([], ["--each", "v_proj"]):
+    for more in ([], ["--each", "qkv"]):
         monkeypatch.setattr("sys.argv", [*command, "--tokens", "128", "--threads", "1", *more])
         activations.main()
         rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
         found |= {name: (float(kld), share) for name, kld, share in rows[1:]}
     assert found["all"][1] == "100.0%"
     parts = [cost for name, (cost, _) in found.items() if "." not in name and name != "all"]
-    assert len(parts) == 8
+    assert len(parts) == 6
     assert sum(parts) == pytest.approx(found["all"][0], rel=0.3)
-    each = [cost for name, (cost, _) in found.items() if name.endswith("self_attn.v_proj")]
-    assert sum(each) == pytest.approx(found["v_proj"][0], rel=0.3)
+    each = [cost for name, (cost, _) in found.items() if name.endswith(".qkv")]
+    assert sum(each) == pytest.approx(found["qkv"][0], rel=0.3)
