@@ -227,6 +227,8 @@ def test_a_run_proves_the_cache_that_its_file_has(variant: str, kv: str, bench: 
     assert artifact.parity is not None
     # Floating-point caches would differ by far more: see below.
     assert artifact.parity.kld_mean < 1e-6
+    # What the cache's rounding makes of the last bits of sums comes on top of the limit of a float cache.
+    assert 1e-5 <= artifact.parity.kld_limit < 1e-3
     spec = Decoder(open_checkpoint(folder)).spec
     context = 8 + 4
     wanted = 2 * spec.layers * spec.kv_heads * spec.head_dim * (8 if "8" in kv else 4) // 8 * context
