@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import statistics
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +20,7 @@ import gguf
 import llama_cpp
 
 import compress
+from benchmarks.quality import spread
 from compress import engine, registry
 from compress.artifacts import bench
 from compress.recipe import Measure, load
@@ -98,8 +98,8 @@ def compare(options: argparse.Namespace, type_: str) -> str:
         f"{matrix_bytes(other) / 1e6:.2f}",
         f"{mine.stat().st_size / 1e6:.2f}",
         f"{other.stat().st_size / 1e6:.2f}",
-        *(f"{statistics.median(found):.1f} ({min(found):.1f}-{max(found):.1f})" for found in speeds),
-        f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})",
+        *map(spread, speeds),
+        spread(ratios, 3),
     ]
     return f"| {' | '.join(cells)} |"
 

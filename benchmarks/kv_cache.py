@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import numpy as np
 
 import compress
 from benchmarks.quality import options as options_for
+from benchmarks.quality import spread
 from compress import registry
 from compress.kv import CACHE_TYPES, CacheTypes
 from compress.models.sources import open_model
@@ -159,7 +159,7 @@ def table(rows: Sequence[Row]) -> str:
     ]
     lines.append("|---|---|---|---|---|---|---|")
     for row in rows:
-        speeds = (f"{statistics.median(v):.1f} ({min(v):.1f}-{max(v):.1f})" for v in (row.decode_tps, row.prefill_tps))
+        speeds = map(spread, (row.decode_tps, row.prefill_tps))
         cells = (row.name, f"{row.bytes / 1e6:.2f}", f"{row.kld:.5f}", f"{row.worst:.4f}", f"{row.top1:.2%}", *speeds)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

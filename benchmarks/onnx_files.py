@@ -26,6 +26,7 @@ import numpy as np
 
 import compress
 from benchmarks.quality import options as options_for
+from benchmarks.quality import spread
 from compress.artifacts import bench
 from compress.models.decoder import Decoder
 from compress.models.sources import open_model
@@ -136,10 +137,10 @@ def table(found: Sequence[Found]) -> str:
     lines = ["| artifact | MB | KLD | top-1 | decode, tokens/s | against genai int4 | peak RSS, MB |"]
     lines.append("|---|---|---|---|---|---|---|")
     for one in sorted(found, key=lambda one: one.bytes):
-        speed = f"{statistics.median(one.decode_tps):.1f} ({min(one.decode_tps):.1f}-{max(one.decode_tps):.1f})"
         ratios = [mine / theirs for mine, theirs in zip(one.decode_tps, base or [], strict=bool(base))]
         ratio = f"{statistics.median(ratios):.2f}" if ratios else ""
         rss = f"{statistics.median(one.peak_rss) / 1e6:.0f}"
+        speed = spread(one.decode_tps)
         cells = (one.name, f"{one.bytes / 1e6:.1f}", f"{one.kld:.4f}", f"{one.top1:.1%}", speed, ratio, rss)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -194,6 +195,12 @@ def table(results: list[dict[str, Any]]) -> str:
         seconds = f"{r['wall_s']:.0f} | {r['cpu_s']:.0f} | {r['foreign_load']:.1f}"
         lines.append(f"| {r['scheme']} | {r['who']} | {r['method']} | {r['kld']:.4f} | {r['error']:.4f} | {seconds} |")
     return "\n".join(lines)
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """The median, and the least and the most."""
+    middle, least, most = (f"{found:.{digits}f}" for found in (statistics.median(values), min(values), max(values)))
+    return f"{middle} ({least}-{most})"
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:

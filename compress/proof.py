@@ -18,6 +18,7 @@ from compress.prepare import PARITY_WINDOWS, Prepared
 from compress.protocols import Artifact, Exporter
 from compress.report import ArtifactRecord, Parity
 from compress.runner.process import CHOOSES_CACHE, Job, PerformanceSettings, QualitySettings, run_job
+from compress.runner.quality import compare
 from compress.runner.streaming import stream
 from compress.session import CompressedModel, Progress
 from compress.workspace import folder_bytes
@@ -122,9 +123,9 @@ def _rounding_noise(prepared: Prepared, model: CompressedModel, tokens: Tensor, 
         weight = model.parameter(name)
         return weight * (1 + 2**-23) if weight.dim() == 1 else weight
 
-    p = torch.log_softmax(torch.from_numpy(np.load(known, mmap_mode="r")[0].copy()), -1)
-    q = torch.log_softmax(next(Decoder(prepared.checkpoint, nudged, kv=model.kv).logits(tokens)), -1)
-    return max(0.0, float(((p - q) * p.exp()).sum(-1).double().mean()))
+    logits = next(Decoder(prepared.checkpoint, nudged, kv=model.kv).logits(tokens)).numpy()
+    found = compare(np.load(known, mmap_mode="r")[0], logits, tokens[0].numpy(), prepared.threads)
+    return max(0.0, float(found.kld.mean()))
 
 
 def prove(

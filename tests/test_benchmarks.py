@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import activations, eviction, onnx_files, quality
 from exporters.onnx import OnnxExporter
+from tests.benchmark import command as command_of
 from tests.compress.runs import sentences
 from tests.support import rounded_model, tiny_llama
 
@@ -18,11 +19,7 @@ def test_runs_what_is_not_done_and_prints_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_llama(tmp_path / "model")
-    for number, name in enumerate(("calibration", "evaluation")):
-        (tmp_path / name).write_text(sentences(number, 1500), encoding="utf-8")
-    command = ["quality.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
-    command += ["--calibration", str(tmp_path / "calibration"), "--evaluation", str(tmp_path / "evaluation")]
-    command += ["--samples", "4", "--windows", "3", "--length", "32"]
+    command = command_of("quality.py", model, tmp_path, "--samples", "4", "--windows", "3", "--length", "32")
     runs = ["ours rtn int8-g32", "ours rotate,guided,gptq int3-g32"]
     for asked in (runs[:1], runs):
         monkeypatch.setattr("sys.argv", [*command, *(part for run in asked for part in ("--run", run))])
@@ -52,12 +49,8 @@ def test_onnx_files_are_built_once_scored_and_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_llama(tmp_path / "model")
-    for number, name in enumerate(("calibration", "evaluation")):
-        (tmp_path / name).write_text(sentences(number, 1500), encoding="utf-8")
-    command = ["onnx_files.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
-    command += ["--calibration", str(tmp_path / "calibration"), "--evaluation", str(tmp_path / "evaluation")]
-    command += ["--samples", "4", "--windows", "3", "--length", "32", "--rounds", "2", "--only", "int4-g32"]
-    monkeypatch.setattr("sys.argv", command)
+    sizes = ["--samples", "4", "--windows", "3", "--length", "32", "--rounds", "2", "--only", "int4-g32"]
+    monkeypatch.setattr("sys.argv", command_of("onnx_files.py", model, tmp_path, *sizes))
     onnx_files.main()
     row = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
     folder = tmp_path / "out/ours-int4-g32/onnx"

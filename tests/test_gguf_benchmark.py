@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gguf_files, gguf_speed
-from tests.compress.runs import sentences
+from tests.benchmark import command as command_of
 from tests.support import tiny_llama
 
 RECIPE = """model: builtin:smollm2-135m
@@ -23,12 +23,8 @@ def test_both_sides_are_scored_on_the_same_types(
 ) -> None:
     model = tiny_llama(tmp_path / "model", intermediate_size=256)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    for number, name in enumerate(("calibration", "evaluation")):
-        (tmp_path / name).write_text(sentences(number, 1500), encoding="utf-8")
-    command = ["gguf_files.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
-    command += ["--calibration", str(tmp_path / "calibration"), "--evaluation", str(tmp_path / "evaluation")]
-    command += ["--samples", "4", "--windows", "3", "--length", "32", "--recipe", str(tmp_path / "recipe.yaml")]
-    monkeypatch.setattr("sys.argv", command)
+    sizes = ["--samples", "4", "--windows", "3", "--length", "32", "--recipe", str(tmp_path / "recipe.yaml")]
+    monkeypatch.setattr("sys.argv", command_of("gguf_files.py", model, tmp_path, *sizes))
     gguf_files.main()
     printed = capsys.readouterr()
     (result,) = [json.loads(line) for line in printed.err.splitlines() if line.startswith("{")]

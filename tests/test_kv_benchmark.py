@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kv_cache
-from tests.compress.runs import sentences
+from tests.benchmark import command as command_of
 from tests.support import tiny_llama
 
 
@@ -16,13 +16,9 @@ def test_every_cache_is_scored_against_the_float_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_llama(tmp_path / "model", head_dim=32, max_position_embeddings=512)
-    for number, name in enumerate(("calibration", "evaluation")):
-        (tmp_path / name).write_text(sentences(number, 3000), encoding="utf-8")
-    command = ["kv_cache.py", "--model", str(model), "--out", str(tmp_path / "out"), "--threads", "1"]
-    command += ["--calibration", str(tmp_path / "calibration"), "--evaluation", str(tmp_path / "evaluation")]
-    command += ["--samples", "2", "--windows", "2", "--length", "96", "--rounds", "1"]
-    command += ["--cache", "q8_0", "--cache", "q4_0"]
-    monkeypatch.setattr("sys.argv", command)
+    sizes = ["--samples", "2", "--windows", "2", "--length", "96", "--rounds", "1"]
+    caches = ["--cache", "q8_0", "--cache", "q4_0"]
+    monkeypatch.setattr("sys.argv", command_of("kv_cache.py", model, tmp_path, *sizes, *caches, words=3000))
     kv_cache.main()
     printed = capsys.readouterr().out
     rows = {cells[0]: cells[1:] for cells in re.findall(r"^\| (.*?) \| ([\d.]+) \| ([\d.]+) \|", printed, re.M)}

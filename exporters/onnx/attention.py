@@ -61,13 +61,14 @@ class AttentionWriter:
         widths = {"q": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
         widths = {role: heads * spec.head_dim for role, heads in widths.items()}
         tables = self._rotary_tables(index)
-        packed = self._packed(index, hidden) if tables is not None and self._rotates_inside(tables) else None
+        inside = tables is not None and self._rotates_inside(tables)
+        packed = self._packed(index, hidden) if inside else None
         if packed is not None:
             heads = {"q": packed, "k": "", "v": ""}
         else:
             projected = self._layers.roles(index, widths, hidden)
             heads = {role: self._head_norm(index, role, value) for role, value in projected.items()}
-        if tables is not None and not self._rotates_inside(tables):
+        if tables is not None and not inside:
             heads |= {role: self._rotate(heads[role], widths[role], tables) for role in "qk"}
         past, present = [], []
         dtype, size = _stored(self._scales(index), spec.head_dim, writer.float_type)
@@ -84,9 +85,9 @@ class AttentionWriter:
         spec = self._spec
         if spec.family.head_norms:
             return None
-        for fused, parts in spec.family.fused.items():
-            if list(parts) == list("qkv"):
-                return self._layers.linear(spec.linear(index, fused), hidden)
+        fused = self._layers.fused(index, "qkv")
+        if fused is not None:
+            return self._layers.linear(fused, hidden)
         layers = [spec.linear(index, role) for role in "qkv"]
         name = f"{spec.family.block.format(index=index)}.qkv"
         return self._layers.joined(layers, name, hidden) if self._layers.joins(layers) else None

@@ -77,15 +77,21 @@ class LayerWriter:
 
     def roles(self, index: int, widths: Mapping[str, int], value: str) -> dict[str, str]:
         """Role -> output of its layer in block ``index``, or its part of a fused one's; ``widths`` in their order."""
-        spec, roles = self._spec, list(widths)
-        for fused, parts in spec.family.fused.items():
-            if list(parts) == roles:
-                joined = self.linear(spec.linear(index, fused), value)
-                names = [f"{joined}.{role}" for role in roles]
-                sizes = self._writer.constant(list(widths.values()))
-                self._writer.node("Split", [joined, sizes], f"{joined}.split", outputs=names, axis=-1)
-                return dict(zip(roles, names, strict=True))
-        return {role: self.linear(spec.linear(index, role), value) for role in roles}
+        fused = self.fused(index, list(widths))
+        if fused is None:
+            return {role: self.linear(self._spec.linear(index, role), value) for role in widths}
+        joined = self.linear(fused, value)
+        names = [f"{joined}.{role}" for role in widths]
+        sizes = self._writer.constant(list(widths.values()))
+        self._writer.node("Split", [joined, sizes], f"{joined}.split", outputs=names, axis=-1)
+        return dict(zip(widths, names, strict=True))
+
+    def fused(self, index: int, roles: Sequence[str]) -> str | None:
+        """The layer of block ``index`` whose rows are those of ``roles``, in their order; None where they are apart."""
+        for fused, parts in self._spec.family.fused.items():
+            if list(parts) == list(roles):
+                return self._spec.linear(index, fused)
+        return None
 
     def joins(self, layers: Sequence[str]) -> bool:
         """Whether one node can multiply by all of ``layers``: they are stored alike."""

@@ -119,10 +119,10 @@ class _Graph:
         if node.op_type == "Gather":
             for role, gathered in (("scales", "scale"), ("zero_points", "zero")):
                 other = self._nodes.get(f"{node.name}.{gathered}.columns")
-                tensors |= {} if other is None else {role: self._source(other.input[0])}
+                tensors |= {} if other is None else {role: self._sources(other.input[0])[0]}
         else:
             roles = _WEIGHT_INPUTS[node.op_type]
-            tensors = {role: self._source(node.input[at]) for role, at in roles.items() if at < len(node.input)}
+            tensors = {role: self._sources(node.input[at])[0] for role, at in roles.items() if at < len(node.input)}
         rows, columns = reversed(codes.dims)
         block = columns // self.tensors[tensors["scales"]].dims[0]
         scheme = QuantScheme(_BITS[codes.data_type], block, symmetric="zero_points" not in tensors)
@@ -141,21 +141,12 @@ class _Graph:
         """The layers whose weights a node multiplies by: one of its name, or several that a Concat puts together."""
         places = _WEIGHT_INPUTS.get(node.op_type, {})
         given = {role: node.input[at] for role, at in places.items() if at < len(node.input) and node.input[at]}
-        parts = {role: self._joined(value) for role, value in given.items()}
-        count = max(map(len, parts.values()), default=0)
-        for number in range(count):
-            tensors = {role: self._source(values[number]) for role, values in parts.items()}
-            layer = self._layer(node, tensors)
+        parts = [self._sources(value) for value in given.values()]
+        several = any(len(names) > 1 for names in parts)
+        for names in zip(*parts, strict=True):
+            layer = self._layer(node, dict(zip(given, names, strict=True)))
             if layer is not None:
-                name = tensors["codes"].removesuffix(".codes") if count > 1 else layer.name
-                yield replace(layer, name=name)
-
-    def _joined(self, value: str) -> Sequence[str]:
-        """What a Concat puts together to ``value``, through Identity; ``value`` itself where none does."""
-        producer = self._producers.get(value)
-        if producer is not None and producer.op_type == "Identity":
-            return self._joined(producer.input[0])
-        return list(producer.input) if producer is not None and producer.op_type == "Concat" else [value]
+                yield replace(layer, name=names[0].removesuffix(".codes")) if several else layer
 
     def _layer(self, node: Any, tensors: Mapping[str, str]) -> _Layer | None:
         """What a node stores in ``tensors``, or None: a tied head computes with another layer's."""
@@ -179,14 +170,14 @@ class _Graph:
         scheme = QuantScheme(bits, block, symmetric="zero_points" not in tensors)
         return _Layer(node.name, (main.dims[0], attributes.get("K") or self._cut(node, padded)), scheme, False, tensors)
 
-    def _source(self, value: str) -> str:
-        """The stored tensor behind a value, through Cast and Identity; the empty string when there is none."""
+    def _sources(self, value: str) -> list[str]:
+        """The stored tensors behind a value, through Cast, Identity and Concat; an empty string where there is none."""
         if value in self.tensors:
-            return value
+            return [value]
         producer = self._producers.get(value)
-        if producer is None or producer.op_type not in ("Cast", "Identity"):
-            return ""
-        return self._source(producer.input[0])
+        if producer is None or producer.op_type not in ("Cast", "Identity", "Concat"):
+            return [""]
+        return [name for given in producer.input for name in self._sources(given)]
 
     def _cut(self, node: Any, padded: int) -> int:
         """Columns of an embedding: those that the Slice behind it keeps, or all of them."""
