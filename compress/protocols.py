@@ -172,7 +172,7 @@ class Exporter(Protocol):
         ...
 
     def one_scheme(self, spec: DecoderSpec) -> Sequence[Sequence[str]]:
-        """Layers that the file stores as one tensor, and that therefore must have one scheme; disjoint."""
+        """Layers that must have one scheme, as the file has one tensor or one product for them; disjoint."""
         ...
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:

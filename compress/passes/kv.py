@@ -3,6 +3,9 @@
 Keys have channels that are large at every token (Hooper et al. 2024, "KVQuant", sec. 3.1; Liu et al. 2024, "KIVI"), so
 a scale for each channel loses far less than one for all. Scales are found after the rotary positions, on what the
 quantised block makes of the calibration tokens; each is the one that leaves the least squared error.
+
+A position far on turns what two channels hold from one into the other. Scales found on short windows alone would clip
+keys of a long context, so keys are turned to positions all over it (docs/decisions/kv-cache.md).
 """
 
 from __future__ import annotations
@@ -29,14 +32,16 @@ LEAST_SHARE = 0.3
 class Kv:
     """Store keys and values in ``bits`` (4 or 8), with a scale for each channel, or for the whole tensor.
 
-    Scales are chosen on the first ``samples`` calibration windows. ``search`` tries scales that clip the largest
-    numbers; without it each scale just holds them.
+    Scales are chosen on the first ``samples`` calibration windows, for keys at any of the first ``context`` positions
+    (default: all of the model's). ``search`` tries scales that clip the largest numbers; without it each scale just
+    holds them.
     """
 
     bits: int = 8
     scales: Literal["channel", "tensor"] = "channel"
     samples: int = 16
     search: bool = True
+    context: int | None = None
 
     scope: ClassVar[Literal["block"]] = "block"
     reads: ClassVar[frozenset[Resource]] = frozenset({"activations", "quantized", "residual"})
@@ -47,10 +52,15 @@ class Kv:
             raise ValueError(f"bits: {self.bits} is not {' or '.join(map(str, BITS))}")
         if self.samples < 1:
             raise ValueError(f"samples: {self.samples} is not at least 1")
+        if self.context is not None and self.context < 1:
+            raise ValueError(f"context: {self.context} is not at least 1")
 
     def check(self, session: Session) -> Sequence[str]:
-        """Plan the cache; every family has one."""
+        """Plan the cache, which every family has; refuse positions that the model does not have."""
         session.kv = KVScheme(self.bits, self.scales == "channel")
+        most = session.decoder.spec.max_positions
+        if self.context is not None and self.context > most:
+            return [f"kv.context: {self.context} is more than the model's {most} positions"]
         return []
 
     def apply(self, session: Session, block: Block) -> list[LayerRecord]:
@@ -61,7 +71,8 @@ class Kv:
         index, scheme = block_index(session.decoder.spec, block.name), session.kv
         if index is None or scheme is None:
             return []
-        parts = zip(*_cached(session, block, index, self.samples), strict=True)
+        context = self.context or session.decoder.spec.max_positions
+        parts = zip(*_cached(session, block, index, self.samples, context), strict=True)
         found = [fit_scale(list(part), scheme, self.search) for part in parts]
         block.kv = KVScales(scheme, *(fit.scale for fit in found))
         spec = session.decoder.spec
@@ -72,9 +83,19 @@ class Kv:
         ]
 
 
-def _cached(session: Session, block: Block, index: int, samples: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values [kv heads, tokens, head size] of each window, as the quantised block makes them; no padding."""
+def _cached(session: Session, block: Block, index: int, samples: int, context: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values [kv heads, tokens, head size] of each window, as the quantised block makes them; no padding.
+
+    Keys are those of positions below ``context``, drawn for each token.
+    """
+    import torch
+
+    from compress.models.topology import rope_frequencies
+
     assert block.entering is not None
+    generator = torch.Generator().manual_seed(session.seed)
+    rope = session.decoder.spec.attentions[index].rope
+    frequencies = [] if rope is None else rope_frequencies(session.decoder.checkpoint.config, index)[0]
     tensors = block.dense | {f"{layer}.weight": weight for layer, weight in block.weights.items()}
     tensors |= {f"{layer}.weight": item.dequantize() for layer, item in block.quantized.items()}
     found = []
@@ -82,8 +103,24 @@ def _cached(session: Session, block: Block, index: int, samples: int) -> list[tu
         for window in range(min(samples, len(block.entering))):
             keys, values = session.decoder.keys_and_values(index, module, block.entering[window : window + 1])
             real = slice(None) if session.real is None else session.real[window]
-            found.append((keys[0][:, real], values[0][:, real]))
+            shifts = torch.randint(max(1, context - keys.shape[2] + 1), (keys.shape[2],), generator=generator)
+            keys = turned(keys[0], shifts, frequencies)
+            found.append((keys[:, real], values[0][:, real]))
     return found
+
+
+def turned(keys: Tensor, shifts: Tensor, frequencies: Sequence[float]) -> Tensor:
+    """``keys`` [kv heads, tokens, head size] moved on by ``shifts`` [tokens] positions.
+
+    Pair i, channels i and i + len(frequencies), turns by shift times frequency i.
+    """
+    import torch
+
+    pairs = len(frequencies)
+    angles = torch.outer(shifts.double(), torch.tensor(frequencies, dtype=torch.float64))
+    cos, sin = angles.cos().float(), angles.sin().float()
+    first, second, rest = keys.float().tensor_split((pairs, 2 * pairs), dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 @dataclass(frozen=True)

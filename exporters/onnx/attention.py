@@ -10,15 +10,12 @@ from compress.kv import KVScales
 from compress.models.topology import DecoderSpec, rope_frequencies
 from compress.session import CompressedModel
 from exporters.onnx.layers import LayerWriter
-from exporters.onnx.limits import context_length
+from exporters.onnx.limits import ROTATED_MULTIPLE, context_length
 from exporters.onnx.rows import pack_rows, unpack_rows
 from exporters.onnx.writer import INT8, MICROSOFT, UINT8, Dims, GraphWriter
 
 PAST = "past_key_values.{index}.{part}"
 PRESENT = "present.{index}.{part}"
-
-_ROTATED_MULTIPLE = 16
-"""GroupQueryAttention itself rotates heads of which all and the rotated part are multiples of this."""
 
 
 class RotaryTables(NamedTuple):
@@ -165,7 +162,7 @@ class AttentionWriter:
         return self._tables[key]
 
     def _rotates_inside(self, tables: RotaryTables) -> bool:
-        return self._spec.head_dim % _ROTATED_MULTIPLE == 0 and 2 * tables.pairs % _ROTATED_MULTIPLE == 0
+        return self._spec.head_dim % ROTATED_MULTIPLE == 0 and 2 * tables.pairs % ROTATED_MULTIPLE == 0
 
     def _rotate(self, projection: str, width: int, tables: RotaryTables) -> str:
         """Rotary positions on [batch, sequence, heads * head_dim]."""

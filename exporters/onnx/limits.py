@@ -28,6 +28,8 @@ DIALECT_REMARKS: Mapping[str, Sequence[str]] = MappingProxyType(
     }
 )
 MIN_BLOCK = 16
+ROTATED_MULTIPLE = 16
+"""GroupQueryAttention itself rotates heads of which all and the rotated part are multiples of this."""
 INT8_ACTIVATIONS, FP32_ACTIVATIONS = 4, 0
 """``accuracy_level`` of MatMulNBits that rounds the activations to 8 bits, and the one that leaves them in fp32."""
 _QUICK_IN_FP32 = 4
@@ -219,6 +221,30 @@ def context_length(spec: DecoderSpec) -> int:
     """
     long = [rope["original_max_position_embeddings"] for rope in _ropes(spec) if rope.get("rope_type") == _LONGROPE]
     return min(spec.max_positions, *map(int, long)) if long else spec.max_positions
+
+
+def packing_complaint(spec: DecoderSpec) -> str | None:
+    """Why one product cannot serve a block's queries, keys and values, whatever their schemes; None where it can."""
+    if spec.family.head_norms:
+        return f"{spec.family.name} norms its heads, which takes queries and keys apart"
+    if spec.head_dim % ROTATED_MULTIPLE:
+        return f"GroupQueryAttention rotates no heads of {spec.head_dim}, which takes queries and keys apart"
+    return None
+
+
+def packed_layers(spec: DecoderSpec) -> list[tuple[str, ...]]:
+    """Each block's layers of queries, keys and values; none where the checkpoint has them in one."""
+    names = spec.family.linears
+    return [tuple(spec.linear(i, role) for role in "qkv") for i in range(spec.layers) if names.keys() >= {*"qkv"}]
+
+
+def packing_remarks(spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> list[str]:
+    """The blocks whose layers of queries, keys and values have different schemes."""
+    apart = [layers for layers in packed_layers(spec) if len({plan.get(layer) for layer in layers}) > 1]
+    if not apart:
+        return []
+    told = ", ".join(layers[0].rpartition(".")[0] for layers in apart)
+    return [f"packed_qkv: queries, keys and values have different schemes, and a product each, in {told}"]
 
 
 def context_remarks(spec: DecoderSpec) -> list[str]:

@@ -35,10 +35,8 @@ def pack_rows(writer: GraphWriter, input_ids: str, attention_mask: str) -> str:
 
 
 def unpack_rows(writer: GraphWriter, hidden: str) -> str:
-    """``hidden`` [batch, sequence, hidden] with every token back in its column; padding gets any token's."""
-    one = writer.constant(1)
-    seen = writer.node("CumSum", ["new_mask", one], "new_tokens_seen")
-    rank = writer.node("Sub", [seen, one], "new_token_rank")
-    inside = writer.node("Max", [rank, writer.constant(0)], "packed_column")
-    indices = writer.node("Unsqueeze", [inside, writer.constant([2])], "packed_indices")
+    """``hidden`` [batch, sequence, hidden] with everything back in its column: where each is, sorting tells."""
+    outputs = ["sorted_columns", "packed_column"]
+    writer.node("TopK", ["packed_columns", "sequence_length"], "sorted_columns", outputs=outputs, axis=1, largest=0)
+    indices = writer.node("Unsqueeze", ["packed_column", writer.constant([2])], "packed_indices")
     return writer.node("GatherND", [hidden, indices], "unpacked", batch_dims=1)

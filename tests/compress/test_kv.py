@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress import engine, registry
@@ -15,8 +16,9 @@ from compress.errors import InputError
 from compress.kv import KVScales, KVScheme
 from compress.models.checkpoint import open_checkpoint
 from compress.models.decoder import Decoder
+from compress.models.topology import rope_frequencies
 from compress.passes.gptq import Gptq
-from compress.passes.kv import CANDIDATES, LEAST_SHARE, Kv, fit_scale
+from compress.passes.kv import CANDIDATES, LEAST_SHARE, Kv, fit_scale, turned
 from compress.recipe import loads
 from compress.store import Store
 from tests.compress.families import VARIANTS, compressed, saved, tokens_of, whole_model
@@ -180,10 +182,10 @@ def test_scales_come_from_the_quantised_block_and_no_padding(tmp_path: Path) -> 
     folder, tokens = saved("llama", tmp_path / "model"), tokens_of(6, 32)
     real = torch.ones_like(tokens, dtype=torch.bool)
     real[:, 20:] = False
-    run = compressed(folder, tmp_path / "work", [Gptq(), Kv(samples=4)], tokens, real)
+    run = compressed(folder, tmp_path / "work", [Gptq(), Kv(samples=4, context=32)], tokens, real)
     other = tokens.clone()
     other[:, 20:] = 7
-    padded = compressed(folder, tmp_path / "padded", [Gptq(), Kv(samples=4)], other, real)
+    padded = compressed(folder, tmp_path / "padded", [Gptq(), Kv(samples=4, context=32)], other, real)
     for index in range(run.session.decoder.spec.layers):
         block = f"model.layers.{index}"
         one, two = run.model.kv(block), padded.model.kv(block)
@@ -202,6 +204,59 @@ def test_scales_come_from_the_quantised_block_and_no_padding(tmp_path: Path) -> 
     found = run.model.kv("model.layers.0")
     assert found is not None
     assert torch.equal(found.key, fit_scale([window[:, :20] for window in keys], found.scheme).scale)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_key_turned_on_is_that_of_its_new_position(variant: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(saved(variant, tmp_path / "model"))
+    decoder = Decoder(checkpoint)
+    # Where all tokens are one, attention mixes equal values: what enters a block does not depend on the position.
+    tokens = torch.full((1, 24), 7)
+    hidden = decoder.room(tokens)
+    decoder.embed_into(tokens, hidden)
+    for index, kind in enumerate(decoder.spec.attentions):
+        with decoder.block(index) as module:
+            (keys,), _ = decoder.keys_and_values(index, module, hidden[:])
+            decoder.run_block_into(index, module, hidden, hidden)
+        frequencies = [] if kind.rope is None else rope_frequencies(checkpoint.config, index)[0]
+        first = keys[:, :1].expand_as(keys)
+        assert torch.allclose(turned(first, torch.arange(24), frequencies), keys, atol=1e-4)
+        assert torch.equal(turned(keys, torch.zeros(24), frequencies), keys)
+
+
+def test_scales_hold_keys_beyond_the_calibration_windows(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "model", num_hidden_layers=1, max_position_embeddings=2048)
+    tokens, weights = tokens_of(8, 32), load_file(folder / "model.safetensors")
+    # The first half of each head is small until it turns into the second, which for the last pairs takes long.
+    rows = weights["model.layers.0.self_attn.k_proj.weight"].view(
+        KV_HEADS, 2, -1, weights["model.norm.weight"].shape[0]
+    )
+    rows[:, 1] *= 20
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    passes = {context: [Kv(search=False, context=context), Gptq()] for context in (32, None)}
+    runs = {context: compressed(folder, tmp_path / str(context), done, tokens) for context, done in passes.items()}
+    decoder = Decoder(runs[None].checkpoint, runs[None].model.parameter)
+    hidden = decoder.room(tokens)
+    decoder.embed_into(tokens, hidden)
+    with decoder.block(0) as module:
+        keys, _ = decoder.keys_and_values(0, module, hidden[:])
+    frequencies, _ = rope_frequencies(runs[None].checkpoint.config)
+    clipped = {}
+    for context, run in runs.items():
+        scales = run.model.kv("model.layers.0")
+        assert scales is not None
+        far = torch.cat(
+            [turned(window, torch.full((32,), shift), frequencies) for window in keys for shift in (600, 1900)]
+        )
+        held = scales.key.repeat(len(far) // len(scales.key), 1)[:, None] * scales.scheme.high
+        clipped[context] = float((far.abs() > 1.01 * held).float().mean())
+    assert clipped[32] > 0.05
+    assert clipped[None] < 0.1 * clipped[32]
+
+
+def test_positions_that_the_model_lacks_are_refused(bench: Bench) -> None:
+    with pytest.raises(InputError, match=r"kv\.context: 100000 is more than the model's \d+ positions"):
+        engine.plan(bench.recipe(passes="[rtn, {kv: {context: 100000}}]"))
 
 
 def test_the_store_gives_scales_back(tmp_path: Path) -> None:
@@ -260,7 +315,12 @@ def test_a_graph_in_f16_may_have_one(bench: Bench, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [("{bits: 3}", "bits: 3 is not 4 or 8"), ("{samples: 0}", "samples: 0 is not")]
+    ("value", "said"),
+    [
+        ("{bits: 3}", "bits: 3 is not 4 or 8"),
+        ("{samples: 0}", "samples: 0 is not"),
+        ("{context: 0}", "context: 0 is not"),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(value: str, said: str) -> None:
     with pytest.raises(InputError, match=said):

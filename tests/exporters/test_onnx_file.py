@@ -89,42 +89,6 @@ def test_layers_may_be_excepted_from_the_level_and_are_named(tmp_path: Path) -> 
     assert OnnxExporter().remarks(spec, schemes) == []
 
 
-@pytest.mark.parametrize(
-    ("plan", "levels", "products"),
-    [
-        ({}, (), 1),
-        ({"k_proj": "int4-g32-asym"}, (), 3),
-        ({"v_proj": None}, (), 2),
-        ({}, ("*.q_proj",), 3),
-        ({"q_proj": "nf4-g64", "k_proj": "nf4-g64", "v_proj": "nf4-g64"}, (), 0),
-    ],
-)
-def test_projections_stored_alike_are_one_product(
-    tmp_path: Path, plan: dict[str, str | None], levels: tuple[str, ...], products: int
-) -> None:
-    layers = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
-    named = {f"model.layers.0.self_attn.{name}": scheme for name, scheme in plan.items()}
-    model = rounded_model(tiny_llama(tmp_path / "m", attention_bias=True), tmp_path / "w", plan=named)
-    (tmp_path / "out").mkdir()
-    exporter = OnnxExporter(4, float_activations=levels)
-    artifact = exporter.write(model, tmp_path / "out")
-    nodes = [node for node in graph_of(artifact).node if node.name in (*layers, "model.layers.0.qkv")]
-    assert len([node for node in nodes if node.op_type == "MatMulNBits"]) == products
-    for layer, weight in exporter.read_back(artifact, layers):
-        np.testing.assert_array_equal(weight, model.weight(layer).numpy())
-    listed = {tensor.layer: tensor for tensor in exporter.inspect(artifact)}
-    assert all(listed[layer].shape == model.shapes[layer] for layer in layers)
-    assert all(
-        8 * listed[layer].bytes == exporter.stored_bits(model.schemes.get(layer), model.shapes[layer])
-        for layer in layers
-    )
-    runtime, tokens = OrtRuntime(spin=False, exact=True), np.arange(1, 30)
-    runtime.load(artifact.path / artifact.entry, threads=1, context=32)
-    with torch.no_grad():
-        expected = fake_quantized(model)(torch.from_numpy(tokens)[None]).logits[0].numpy()
-    np.testing.assert_allclose(runtime.prefill(tokens, all_logits=True), expected, atol=2e-4, rtol=0)
-
-
 def test_patterns_of_excepted_layers_are_checked() -> None:
     assert OnnxExporter(float_activations=("*.v_proj", "*.w_proj")).check(describe(LLAMA), {}, {}) == [
         "float_activations: '*.w_proj' names no layer"
