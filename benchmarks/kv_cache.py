@@ -6,8 +6,8 @@ The model is rounded (``--scheme``) and written as a GGUF file, which llama.cpp 
 ONNX files with a float cache and with those of the pass ``kv``. Divergence is KLD in nats over every position of the
 first ``--windows`` windows of ``--length`` tokens, from the same file with a float32 cache: what the cache costs.
 Bytes are of the cache for ``--length`` tokens: llama.cpp's by its own log. Speed is of decoding the last 64 of so many
-tokens, in turns, a fresh process each time. What FOLDER has is not built again; it needs room for the reference logits:
-windows x length x vocabulary x 8 bytes.
+tokens, in turns, a fresh process each time, ``--rounds`` times (0: not at all). What FOLDER has is not built again; it
+needs room for the reference logits: windows x length x vocabulary x 8 bytes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -104,23 +106,29 @@ def rows_of(options: argparse.Namespace, spec: DecoderSpec) -> list[Row]:
     return rows + [Row(name, build(name, options), CacheTypes()) for name in FILES if name.startswith("onnx")]
 
 
+@contextmanager
+def opened(row: Row, threads: int, length: int) -> Iterator[Any]:
+    """The file's runtime with its cache for ``length`` tokens."""
+    runtime = registry.load("runtimes", row.artifact.format)(*([row.cache] if row.artifact.format == "gguf" else []))
+    runtime.load(row.artifact.path / row.artifact.entry, threads, length)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
 def write_reference(row: Row, tokens: Path, path: Path, threads: int) -> None:
     """Logits of a file with a float cache, float32 [windows, length, vocabulary], computed once."""
     if path.exists():
         return
-    runtime = registry.load("runtimes", row.artifact.format)(*([row.cache] if row.artifact.format == "gguf" else []))
     windows, partial = np.load(tokens), path.with_suffix(".partial")
-    runtime.load(row.artifact.path / row.artifact.entry, threads, windows.shape[1])
-    try:
-        with partial.open("wb") as file:
-            for number, window in enumerate(windows):
-                logits = runtime.prefill(window, all_logits=True)
-                if number == 0:
-                    header = {"descr": "<f4", "fortran_order": False, "shape": (*windows.shape, logits.shape[1])}
-                    np.lib.format.write_array_header_2_0(file, header)
-                file.write(logits.astype("<f4", order="C", copy=False).data)
-    finally:
-        runtime.close()
+    with opened(row, threads, windows.shape[1]) as runtime, partial.open("wb") as file:
+        for number, window in enumerate(windows):
+            logits = runtime.prefill(window, all_logits=True)
+            if number == 0:
+                header = {"descr": "<f4", "fortran_order": False, "shape": (*windows.shape, logits.shape[1])}
+                np.lib.format.write_array_header_2_0(file, header)
+            file.write(logits.astype("<f4", order="C", copy=False).data)
     partial.rename(path)
 
 
@@ -149,17 +157,23 @@ def time_in_turns(rows: Sequence[Row], tokens: Path, options: argparse.Namespace
             found = measure.bench(row.artifact, settings, options.threads, cache=row.cache)
             row.decode_tps.append(found.decode_tps.value)
             row.prefill_tps.append(found.prefill_tps.value)
-            row.bytes = int(found.memory["kv"].value)
+
+
+def size(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Fill in what each cache takes: what llama.cpp says that it made, what the ONNX file's inputs are."""
+    for row in rows:
+        with opened(row, options.threads, options.length) as runtime:
+            row.bytes = int(runtime.describe().get("kv_bytes") or runtime.kv_bytes(options.length))
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
-    lines = [
-        "| file and cache | cache, MB | KLD | KLD, 99th percentile | top-1 | decode, tokens/s | prefill, tokens/s |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|")
+    names = ["file and cache", "cache, MB", "KLD", "KLD, 99th percentile", "top-1"]
+    if rows[0].decode_tps:
+        names += ["decode, tokens/s", "prefill, tokens/s"]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in rows:
-        speeds = map(spread, (row.decode_tps, row.prefill_tps))
+        speeds = [spread(found) for found in (row.decode_tps, row.prefill_tps) if found]
         cells = (row.name, f"{row.bytes / 1e6:.2f}", f"{row.kld:.5f}", f"{row.worst:.4f}", f"{row.top1:.2%}", *speeds)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -190,6 +204,7 @@ def main() -> None:
     np.save(tokens, token_windows(checkpoint, settings, "evaluation").tokens.numpy())
     rows = rows_of(options, describe(checkpoint.config))
     score(rows, tokens, options)
+    size(rows, options)
     time_in_turns(rows, tokens, options)
     print("$", *sys.argv)
     print(*(f"{name} {version(name)}" for name in ("edgepress", "onnxruntime", "llama-cpp-python")), sep=", ")
