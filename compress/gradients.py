@@ -91,7 +91,8 @@ def _embedding_gradient(decoder: Decoder, module: nn.Module, tokens: Tensor, gra
     """Take ``gradient`` by what enters the first block back to the embedding's rows."""
     for window in range(len(tokens)):
         here = slice(window, window + 1)
-        torch.autograd.backward(module(tokens[here]) * decoder.spec.scaling.embedding, gradient[here])
+        embedded = decoder.turned(module(tokens[here])) * decoder.spec.scaling.embedding
+        torch.autograd.backward(embedded, gradient[here])
 
 
 def _head_gradient(session: Session, head: Callable[[Tensor], Tensor], hidden: States) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from compress.kv import KVScales
 from compress.models.checkpoint import Checkpoint, check_tensors
 from compress.models.layout import Place, fuse, places, unfused
 from compress.models.topology import DecoderSpec, describe, explain_config
+from compress.rotation import make_rotation
 
 Read = Callable[[str], Tensor]
 """A parameter by its checkpoint name, any dtype."""
@@ -148,8 +150,30 @@ class Decoder:
         self._blocks: list[nn.Module] = list(self._inner.layers)
         self._arguments: tuple[int, list[dict[str, Any]]] = (0, [])
         self._places = [self._places_in(index) for index in range(len(self._blocks))]
+        self._turn_stream()
         tied_head = f"{self.spec.family.head}.weight" if self.spec.tied else None
         check_tensors(checkpoint, self._shapes(), tied_head, f"{self.spec.family.embedding}.weight")
+
+    def _turn_stream(self) -> None:
+        """Turn what leaves the embedding, and back what enters the final norm, where the spec says so."""
+        family, turn = self.spec.family, self.turned
+        if self.spec.stream_rotation is not None:
+            self._model.get_submodule(family.embedding).register_forward_hook(lambda _, given, out: turn(out))
+            norm = self._model.get_submodule(family.final_norm)
+            norm.register_forward_pre_hook(lambda _, given: turn(given[0], back=True))
+
+    def turned(self, hidden: Tensor, back: bool = False) -> Tensor:
+        """``hidden`` [..., hidden] times the rotation of the stream, or its inverse; as it is where there is none."""
+        if self._stream is None:
+            return hidden
+        return hidden @ (self._stream.T if back else self._stream)
+
+    @cached_property
+    def _stream(self) -> Tensor | None:
+        if self.spec.stream_rotation is None:
+            return None
+        rotation = make_rotation(self.spec.hidden_size, self.spec.stream_rotation)
+        return rotation.right(torch.eye(rotation.width, dtype=torch.float64)).float()
 
     def _places_in(self, index: int) -> dict[str, Place]:
         block = self.spec.family.block.format(index=index)

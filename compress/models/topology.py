@@ -27,6 +27,10 @@ __all__ = [
 ]
 
 
+STREAM_ROTATION = "stream_rotation_seed"
+"""Key of a rewritten configuration (``rotate: {keep_tied: true}``); no checkpoint has it."""
+
+
 @dataclass(frozen=True)
 class Attention:
     """How one block attends.
@@ -77,6 +81,9 @@ class DecoderSpec:
     attentions: tuple[Attention, ...]
     """One for each block."""
     experts: Experts | None
+    stream_rotation: int | None = None
+    """Seed of the rotation (:func:`compress.rotation.make_rotation`) that turns what the embedding gives, and back what
+    the final norm takes; the blocks' weights are turned with it. None: there is none."""
 
     def linear(self, index: int, role: str) -> str:
         """Layer name of a role in block ``index``: ``model.layers.0.self_attn.q_proj``."""
@@ -198,6 +205,7 @@ def describe(config: Mapping[str, Any], where: Path | str = "config.json") -> De
         scaling=scaling if scaling.attention is not None else replace(scaling, attention=head_dim**-0.5),
         attentions=tuple(_attention(family, full, index) for index in range(plain.num_layers)),
         experts=_experts(family, full),
+        stream_rotation=config.get(STREAM_ROTATION),
     )
 
 

@@ -32,13 +32,15 @@ class Rotate:
     """Turn the residual stream and the value heads, so that no channel sticks out; the model computes the same.
 
     ``residual`` turns the stream between the blocks: a head that is the embedding becomes a matrix of its own, since
-    the final norm's gains go into it alone. ``heads`` turns the value heads. ``seed`` draws the signs (and what
-    no Hadamard matrix fits).
+    the final norm's gains go into it alone. With ``keep_tied`` it does not: both stay as they are, and the graph itself
+    turns what the embedding gives and turns it back before the final norm. ``heads`` turns the value heads. ``seed``
+    draws the signs (and what no Hadamard matrix fits).
     """
 
     residual: bool = True
     heads: bool = True
     seed: int = 0
+    keep_tied: bool = False
 
     scope: ClassVar[Literal["source"]] = "source"
     reads: ClassVar[frozenset[Resource]] = frozenset({"weights"})
@@ -49,6 +51,8 @@ class Rotate:
             raise ValueError("residual and heads are both false: there is nothing to rotate")
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed} is negative")
+        if self.keep_tied and not self.residual:
+            raise ValueError("keep_tied: without residual a tied head stays tied anyway: leave it out")
 
     def check(self, session: Session) -> Sequence[str]:
         """Nothing is left to complain about: :meth:`rewrite` has met the model before."""
@@ -60,7 +64,7 @@ class Rotate:
         InputError for a family whose norms do not let a rotation through.
         """
         from compress.models.rewritten import Rewritten
-        from compress.models.topology import describe
+        from compress.models.topology import STREAM_ROTATION, describe
 
         spec = describe(checkpoint.config, checkpoint.folder / "config.json")
         self._refuse(checkpoint, spec)
@@ -69,6 +73,8 @@ class Rotate:
         head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
         files, config = dict(checkpoint.files), dict(checkpoint.config)
         shapes: dict[str, tuple[int, ...]] = {}
+        if work.in_graph:
+            config[STREAM_ROTATION] = self.seed
         if work.unties:
             files[head] = files[embedding]
             shapes[head] = checkpoint.shape(embedding)
@@ -110,20 +116,21 @@ class _Rotated:
         self.stream = make_rotation(spec.hidden_size, how.seed) if how.residual else None
         # Another draw than the stream's, should the widths be equal.
         self.value = make_rotation(spec.head_dim, how.seed + 1) if how.heads else None
-        self.unties = self.stream is not None and spec.tied and not self._constant_final_gain()
+        apart = self.stream is not None and spec.tied and not self._constant_final_gain()
+        self.in_graph, self.unties = apart and how.keep_tied, apart and not how.keep_tied
 
     def summary(self) -> dict[str, Any]:
-        """What was turned by which matrix."""
+        """What was turned by which matrix, and whether the ends are turned by the graph."""
         kinds = {"residual": self.stream, "heads": self.value}
         named: dict[str, Any] = {part: found.kind for part, found in kinds.items() if found is not None}
-        return {**named, "unties_head": self.unties}
+        return {**named, "unties_head": self.unties, "in_graph": self.in_graph}
 
     def computed(self) -> dict[str, Compute]:
         """Tensor -> how it is computed, for every tensor that changes."""
         found: dict[str, Compute] = {}
         for index in range(self.spec.layers):
             found |= self._block(index)
-        if self.stream is not None:
+        if self.stream is not None and not self.in_graph:
             found |= self._ends(self.stream)
         return found
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from compress.models.topology import DecoderSpec
+from compress.rotation import make_rotation
 from compress.session import CompressedModel
 from exporters.onnx.attention import AttentionWriter
 from exporters.onnx.feed_forward import FeedForwardWriter
 from exporters.onnx.layers import LayerWriter, Levels
 from exporters.onnx.limits import DIALECTS, STANDARD, context_length
 from exporters.onnx.standard import StandardAttention, StandardLayers
+from exporters.onnx.stream import StreamWriter
 from exporters.onnx.writer import FLOAT, INT64, GraphWriter
 
 CONTEXT_LENGTH = "context_length"
@@ -56,13 +58,23 @@ class _Decoder:
         mask = writer.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
         embedded = self._layers.embedding(spec.family.embedding, self._attention.prepare(input_ids, mask))
         residual, branch = self._scaled(embedded, scaling.embedding), None
+        stream = self._stream()
+        if stream is not None:
+            residual = stream.turn(residual)
         for index in range(spec.layers):
             for role, write in self._branches.items():
                 entering, residual = self._enter(self._norm(index, role), residual, branch)
                 branch = self._leave(self._norm(index, f"{role}_out"), write(index, entering))
+        if stream is not None:
+            _, residual = self._enter(None, residual, branch)
+            residual, branch = stream.turn_back(residual), None
         # The head is linear: what scales its outputs may as well scale its inputs.
         normed, _ = self._enter(spec.family.final_norm, residual, branch, scaling.logits)
         self._head(self._attention.finish(normed))
+
+    def _stream(self) -> StreamWriter | None:
+        seed = self._spec.stream_rotation
+        return None if seed is None else StreamWriter(make_rotation(self._spec.hidden_size, seed), self._writer)
 
     def _norm(self, index: int, role: str) -> str | None:
         return self._spec.norm(index, role) if role in self._spec.family.norms else None

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,15 +18,18 @@ from compress import engine
 from compress.errors import InputError
 from compress.models.checkpoint import Checkpoint, open_checkpoint
 from compress.models.decoder import Decoder
+from compress.passes.mixed import fisher_information
 from compress.passes.rotate import Rotate
 from compress.prepare import in_order
 from compress.recipe import Step
 from compress.rotation import make_rotation
 from compress.scheme import QuantScheme
+from compress.session import Session
+from compress.store import Store
 from tests.compress.families import VARIANTS, blockwise, largest_difference, saved, tokens_of, whole_model
 from tests.compress.runs import Bench
 from tests.reference.rotate import dense, rotate_llama
-from tests.support import naive_round, tiny_llama
+from tests.support import naive_round, tiny_llama, tiny_tokenizer
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
 NORMS_AFTER = ("gemma2", "gemma3", "olmo2")
@@ -113,8 +117,72 @@ def test_a_head_stays_tied_where_the_last_gains_are_all_alike(copied: bool, tmp_
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     found, summary = Rotate().rewrite(open_checkpoint(folder))
     assert Decoder(found).spec.tied
-    assert summary == {"residual": "hadamard 64", "heads": "hadamard 16", "unties_head": False}
+    assert summary == {"residual": "hadamard 64", "heads": "hadamard 16", "unties_head": False, "in_graph": False}
     assert largest_difference(logits_of(found, tokens), blockwise(folder, tokens)) < 1e-4
+
+
+WIDTHS = ({}, {"hidden_size": 96, "head_dim": 24}, {"num_key_value_heads": 1, "hidden_size": 60, "head_dim": 20})
+"""Factors of one Hadamard matrix, of two, and of a random one."""
+
+
+@pytest.mark.parametrize("settings", WIDTHS, ids=str)
+def test_a_tied_head_is_kept_where_the_graph_turns_the_stream(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "model", shake_vectors, tie_word_embeddings=True, **BIASES, **settings)
+    checkpoint, tokens = open_checkpoint(folder), tokens_of(3, 40)
+    found, summary = Rotate(keep_tied=True).rewrite(checkpoint)
+    assert (summary["unties_head"], summary["in_graph"]) == (False, True)
+    decoder = Decoder(found)
+    assert decoder.spec.tied
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert torch.equal(found.tensor(name), checkpoint.tensor(name))
+    turned = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(found.tensor(turned), rotated(folder).tensor(turned))
+    assert largest_difference(logits_of(found, tokens), blockwise(folder, tokens)) < 1e-4
+    with decoder.whole() as whole, torch.no_grad():
+        assert largest_difference(whole(tokens).logits, blockwise(folder, tokens)) < 1e-4
+
+
+def test_the_ends_matter_as_much_to_a_stream_that_is_turned(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "model", shake_vectors, tie_word_embeddings=True)
+    (tmp_path / "work").mkdir()
+    tokens, layer = tokens_of(3, 24), "model.embed_tokens"
+    checkpoints = (open_checkpoint(folder), rotated(folder, keep_tied=True))
+    found = []
+    for number, checkpoint in enumerate(checkpoints):
+        session = Session(Decoder(checkpoint), tokens, Store(tmp_path / f"work/{number}"), {}, {})
+        found += [fisher for name, _, fisher in fisher_information(session, 3, {layer}) if name == layer]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3 * float(found[0].max()))
+
+
+def test_keep_tied_has_nothing_to_do_with_a_head_of_its_own(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "model", shake_vectors, tie_word_embeddings=False)
+    kept, plain = rotated(folder, keep_tied=True), rotated(folder)
+    assert kept.config == plain.config
+    assert all(torch.equal(kept.tensor(name), plain.tensor(name)) for name in plain.files)
+    with pytest.raises(ValueError, match="keep_tied: without residual"):
+        Rotate(residual=False, keep_tied=True)
+
+
+@pytest.mark.parametrize("dialect", ["onnxruntime", "standard"])
+@pytest.mark.parametrize("settings", WIDTHS[:2], ids=str)
+def test_a_file_turns_the_stream(settings: dict[str, Any], dialect: str, bench: Bench, tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "model", shake_vectors, tie_word_embeddings=True, **settings)
+    tiny_tokenizer(folder)
+    passes = "[{rotate: {keep_tied: true}}, rtn]"
+    recipe = bench.recipe(model=str(folder), passes=passes, export=f"[{{onnx: {{dialect: {dialect}}}}}]")
+    (artifact,) = engine.run(recipe, tmp_path / "out").artifacts
+    assert artifact.parity is not None
+    assert artifact.parity.kld_mean < 1e-6
+    graph = onnx.load(tmp_path / "out" / "onnx" / "model.onnx", load_external_data=False).graph
+    assert not [tensor.name for tensor in graph.initializer if tensor.name.startswith("lm_head")]
+
+
+def test_gguf_cannot_turn_the_stream(bench: Bench, tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "model", shake_vectors, tie_word_embeddings=True)
+    tiny_tokenizer(folder)
+    recipe = bench.recipe(model=str(folder), passes="[{rotate: {keep_tied: true}}, rtn]", export="[onnx, gguf]")
+    with pytest.raises(InputError, match=r"gguf: rotate: .*cannot turn what the embedding gives; leave keep_tied out"):
+        engine.plan(recipe)
 
 
 def loud(parameters: dict[str, Tensor]) -> None:
@@ -180,7 +248,12 @@ def test_files_of_a_rotated_model_compute_the_original(passes: str, bench: Bench
     recipe = bench.recipe(model=str(folder), passes=passes, export="[{onnx: {accuracy_level: 0}}, gguf]")
     report = engine.run(recipe, tmp_path / "out")
     assert report.passes[0].name == "rotate"
-    assert report.passes[0].summary == {"residual": "hadamard 64", "heads": "hadamard 16", "unties_head": True}
+    assert report.passes[0].summary == {
+        "residual": "hadamard 64",
+        "heads": "hadamard 16",
+        "unties_head": True,
+        "in_graph": False,
+    }
     assert not report.model["tied_head"]
     assert report.model["weights"] == 2 * 320 * 64 + report.model["linear_weights"]
     for artifact in report.artifacts:
