@@ -123,10 +123,10 @@ def score(found: Sequence[Found], options: argparse.Namespace) -> None:
 
 
 def time_in_turns(found: Sequence[Found], options: argparse.Namespace) -> None:
-    """Decode with each, round after round, a fresh process each time."""
+    """Decode with each, round after round, there and back, a fresh process each time."""
     settings = Measure(prompt_tokens=128, generate_tokens=64, threads=options.threads, repeats=1)
-    for _ in range(options.rounds):
-        for one in found:
+    for number in range(options.rounds):
+        for one in found if number % 2 == 0 else reversed(found):
             seen = bench(one.entry, settings)
             one.decode_tps.append(seen.decode_tps.value)
             one.peak_rss.append(seen.peak_rss_bytes.value)

@@ -244,7 +244,9 @@ def test_the_child_ends_when_the_parent_is_killed(folder: Path) -> None:
 
 def test_the_child_ends_when_the_caller_is_interrupted(folder: Path) -> None:
     text = job(folder, "hang").to_json()
-    code = "import sys; from compress.runner.process import *; run_job(Job.from_json(sys.argv[1]))"
+    # What a shell starts in the background ignores the signal, and a suite hands that down.
+    listen = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{listen}; from compress.runner.process import *; run_job(Job.from_json(sys.argv[1]))"
     parent = subprocess.Popen(
         [sys.executable, "-c", code, text], cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL
     )
