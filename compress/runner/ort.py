@@ -259,6 +259,8 @@ def session_options(entry: Path, threads: int, spin: bool) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
+    # A plan of memory serves one shape, and every token has a new one: its mask is a token longer.
+    options.enable_mem_pattern = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(entry.parent))
     return options

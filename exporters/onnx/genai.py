@@ -61,7 +61,8 @@ def genai_config(spec: DecoderSpec, entry: str, eos_token_ids: list[int], dialec
                 "num_attention_heads": spec.heads,
                 "num_key_value_heads": spec.kv_heads,
                 "num_hidden_layers": spec.layers,
-                "session_options": {"provider_options": []},
+                # A plan of memory serves one shape, and every token's mask has a new one.
+                "session_options": {"enable_mem_pattern": False, "provider_options": []},
                 "inputs": {
                     "input_ids": "input_ids",
                     "attention_mask": "attention_mask",
