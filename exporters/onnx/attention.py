@@ -10,7 +10,7 @@ from compress.kv import KVScales
 from compress.models.topology import DecoderSpec, rope_frequencies
 from compress.session import CompressedModel
 from exporters.onnx.layers import LayerWriter
-from exporters.onnx.limits import ROTATED_MULTIPLE, context_length
+from exporters.onnx.limits import ROTATED_MULTIPLE, context_length, packing_complaint
 from exporters.onnx.rows import pack_rows, unpack_rows
 from exporters.onnx.writer import INT8, MICROSOFT, UINT8, Dims, GraphWriter
 
@@ -80,7 +80,7 @@ class AttentionWriter:
     def _packed(self, index: int, hidden: str) -> str | None:
         """Queries, keys and values side by side, from one product; None where they have norms or are stored unlike."""
         spec = self._spec
-        if spec.family.head_norms:
+        if packing_complaint(spec) is not None:
             return None
         fused = self._layers.fused(index, "qkv")
         if fused is not None:

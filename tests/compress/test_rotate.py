@@ -32,6 +32,12 @@ from tests.reference.rotate import dense, rotate_llama
 from tests.support import naive_round, tiny_llama, tiny_tokenizer
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
+WIDTHS: tuple[dict[str, Any], ...] = (
+    {},
+    {"hidden_size": 96, "head_dim": 24},
+    {"num_key_value_heads": 1, "hidden_size": 60, "head_dim": 20},
+)
+"""One matrix of Sylvester, a product with one of Paley, and one of Paley alone."""
 NORMS_AFTER = ("gemma2", "gemma3", "olmo2")
 """Families whose residual stream cannot be turned."""
 
@@ -55,7 +61,7 @@ def logits_of(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     "settings",
-    [BIASES, {"hidden_size": 96, "head_dim": 24}, {"num_key_value_heads": 1, "hidden_size": 60, "head_dim": 20}],
+    [BIASES, *WIDTHS[1:]],
     ids=str,
 )
 def test_every_tensor_is_what_the_paper_says(tied: bool, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -119,10 +125,6 @@ def test_a_head_stays_tied_where_the_last_gains_are_all_alike(copied: bool, tmp_
     assert Decoder(found).spec.tied
     assert summary == {"residual": "hadamard 64", "heads": "hadamard 16", "unties_head": False, "in_graph": False}
     assert largest_difference(logits_of(found, tokens), blockwise(folder, tokens)) < 1e-4
-
-
-WIDTHS = ({}, {"hidden_size": 96, "head_dim": 24}, {"num_key_value_heads": 1, "hidden_size": 60, "head_dim": 20})
-"""Factors of one Hadamard matrix, of two, and of a random one."""
 
 
 @pytest.mark.parametrize("settings", WIDTHS, ids=str)

@@ -6,24 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 
 from compress import engine, registry
 from compress.models.topology import describe
 from compress.recipe import loads
+from compress.runner.artifact import find_artifact
 from compress.runner.ort import OrtRuntime
 from compress.scheme import QuantScheme
 from exporters.onnx import OnnxExporter
 from tests.compress.runs import sentences
+from tests.exporters.test_onnx_file import graph_of
 from tests.support import fake_quantized, rounded_model, tiny_llama
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 2}
-
-
-def nodes_of(entry: Path) -> list[Any]:
-    return list(onnx.load(entry, load_external_data=False).graph.node)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,7 @@ def test_projections_stored_alike_are_one_product(
     (tmp_path / "out").mkdir()
     exporter = OnnxExporter(4, float_activations=levels)
     artifact = exporter.write(model, tmp_path / "out")
-    nodes = [node for node in nodes_of(artifact.path / artifact.entry) if node.name in (*layers, "model.layers.0.qkv")]
+    nodes = [node for node in graph_of(artifact).node if node.name in (*layers, "model.layers.0.qkv")]
     assert len([node for node in nodes if node.op_type == "MatMulNBits"]) == products
     for layer, weight in exporter.read_back(artifact, layers):
         np.testing.assert_array_equal(weight, model.weight(layer).numpy())
@@ -78,7 +75,8 @@ def test_a_mixed_plan_has_one_scheme_for_what_one_product_serves(packed: bool, t
     blocks = [f"model.layers.{index}" for index in range(4)]
     alike = [len({planned[f"{block}.self_attn.{name}_proj"] for name in "qkv"}) == 1 for block in blocks]
     assert all(alike) == packed
-    names = {node.name for node in nodes_of(tmp_path / "out" / "onnx" / "model.onnx") if node.op_type == "MatMulNBits"}
+    nodes = graph_of(find_artifact(tmp_path / "out" / "onnx")).node
+    names = {node.name for node in nodes if node.op_type == "MatMulNBits"}
     assert [f"{block}.qkv" in names for block in blocks] == alike
 
 
