@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--each", help="a role, such as down_proj (qkv where they are one product): a row a layer")
+    parser.add_argument("--each", help="a role, such as down_proj or (one product) gate_proj+up_proj: a row a layer")
     options = parser.parse_args()
     artifact = find_artifact(options.artifact, "onnx")
     bed = Bed(artifact.path / artifact.entry, options.text, options.tokens, options.threads)

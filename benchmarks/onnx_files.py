@@ -4,8 +4,8 @@
         --builder /venvs/genai/bin/python
 
 The same ONNX Runtime runs everybody's files, through the same runner: KLD in nats over every position of the first
-evaluation windows, from the float32 model; and tokens a second of a decode, taken in turns, so that a busy machine is
-busy for all. Bytes are those of the graph and its data, without tokenizers. What FOLDER has is not built again.
+evaluation windows, from the float32 model; and the time of a token, with all files in turns (:mod:`benchmarks.turns`).
+Bytes are those of the graph and its data, without tokenizers. What FOLDER has is not built again.
 ``--builder`` is the Python of an environment with onnxruntime-genai, onnx-ir, torch and transformers.
 """
 
@@ -14,19 +14,20 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 import compress
 from benchmarks.quality import options as options_for
 from benchmarks.quality import spread
+from benchmarks.turns import against, in_turns
 from compress.artifacts import bench
 from compress.models.decoder import Decoder
 from compress.models.sources import open_model
@@ -42,16 +43,18 @@ model: {model}
 calibration:
   {{source: text, path: {calibration}, samples: {samples}, sequence_length: {length}, precision: {precision}}}
 passes: [{{rotate: {{keep_tied: true}}}}, {{{mixed}}}, guided, gptq]
-export: [{{onnx: {{packed_qkv: true}}}}]
+export: [{{onnx: {{join_projections: true}}}}]
 measure: {{threads: {threads}, prompt_tokens: 16, generate_tokens: 8, repeats: 1}}
 evaluate: false
 """
-QUICK = "int4-g32, int4-g32-asym, int4-g64, int4-g64-asym, int8-g32, int8-g64"
+SYMMETRIC = "int4-g32, int4-g64, int8-g32, int8-g64"
+QUICK = f"{SYMMETRIC}, int4-g32-asym, int4-g64-asym"
 """Not groups of 16: their 5 bits take as long as 8."""
 OURS: Mapping[str, str] = {
-    "int4-g32": "mixed: {target_size: 75.7MB, choices: [int4-g32, int8-g32]}",
-    "mixed within 80MB": f"mixed: {{target_size: 80MB, choices: [{QUICK}]}}",
-    "mixed within 107MB": f"mixed: {{target_size: 107MB, choices: [{QUICK}]}}",
+    "within 74MB": f"mixed: {{target_size: 74MB, choices: [{SYMMETRIC}]}}",
+    "within 80MB": f"mixed: {{target_size: 80MB, choices: [{QUICK}]}}",
+    "within 107MB, symmetric": f"mixed: {{target_size: 107MB, choices: [{SYMMETRIC}]}}",
+    "within 107MB": f"mixed: {{target_size: 107MB, choices: [{QUICK}]}}",
 }
 """Name -> how the scheme of each matrix, embedding included, is chosen."""
 BUILDER: Mapping[str, Sequence[str]] = {
@@ -64,14 +67,13 @@ BUILDER: Mapping[str, Sequence[str]] = {
 
 @dataclass
 class Found:
-    """What was measured of one artifact; tokens a second of each round."""
+    """What was measured of one artifact."""
 
     name: str
     entry: Path
     kld: float = 0.0
     top1: float = 0.0
-    decode_tps: list[float] = field(default_factory=list)
-    peak_rss: list[float] = field(default_factory=list)
+    peak_rss: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -122,28 +124,16 @@ def score(found: Sequence[Found], options: argparse.Namespace) -> None:
         print(one.name, f"{one.bytes / 1e6:.1f} MB", f"{one.kld:.4f}", file=sys.stderr, flush=True)
 
 
-def time_in_turns(found: Sequence[Found], options: argparse.Namespace) -> None:
-    """Decode with each, round after round, there and back, a fresh process each time."""
-    settings = Measure(prompt_tokens=128, generate_tokens=64, threads=options.threads, repeats=1)
-    for number in range(options.rounds):
-        for one in found if number % 2 == 0 else reversed(found):
-            seen = bench(one.entry, settings)
-            one.decode_tps.append(seen.decode_tps.value)
-            one.peak_rss.append(seen.peak_rss_bytes.value)
-
-
-def table(found: Sequence[Found]) -> str:
-    """Markdown, by size; speed as a share of the builder's plain model in the same round."""
-    base = next((one.decode_tps for one in found if one.name == f"genai {next(iter(BUILDER))}"), None)
-    lines = ["| artifact | MB | KLD | top-1 | decode, tokens/s | against genai int4 | peak RSS, MB |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for one in sorted(found, key=lambda one: one.bytes):
-        ratios = [mine / theirs for mine, theirs in zip(one.decode_tps, base or [], strict=bool(base))]
-        ratio = f"{statistics.median(ratios):.2f}" if ratios else ""
-        rss = f"{statistics.median(one.peak_rss) / 1e6:.0f}"
-        speed = spread(one.decode_tps)
-        cells = (one.name, f"{one.bytes / 1e6:.1f}", f"{one.kld:.4f}", f"{one.top1:.1%}", speed, ratio, rss)
-        lines.append(f"| {' | '.join(cells)} |")
+def table(found: Sequence[Found], seconds: NDArray[np.float64]) -> str:
+    """Markdown, by size; time of a token as a share of each builder model's in the same round."""
+    bases = [(place, one) for place, one in enumerate(found) if one.name.startswith("genai")]
+    heads = [*("artifact", "MB", "KLD", "top-1", "tokens/s"), *(f"time / {one.name}" for _, one in bases), "RSS, MB"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for place, one in sorted(enumerate(found), key=lambda pair: pair[1].bytes):
+        speed = spread((1 / seconds[:, place]).tolist()) if len(seconds) else ""
+        shares = [against(seconds, base, place) if len(seconds) else "" for base, _ in bases]
+        cells = [one.name, f"{one.bytes / 1e6:.1f}", f"{one.kld:.4f}", f"{one.top1:.1%}", speed, *shares]
+        lines.append(f"| {' | '.join(cells)} | {one.peak_rss / 1e6:.0f} |")
     return "\n".join(lines)
 
 
@@ -154,7 +144,7 @@ def main() -> None:
     parser.add_argument("--builder", help="Python with onnxruntime-genai's model builder; without it ours alone")
     parser.add_argument("--only", action="append", help="of ours, those whose name has this in it; default all")
     parser.add_argument("--precision", default="float32", help="of our calibration; give each a FOLDER of its own")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in OURS if options.only is None or any(part in name for part in options.only)]
@@ -162,10 +152,13 @@ def main() -> None:
     built |= {f"ours {name}": build_ours(name, options) for name in wanted}
     found = [Found(name, find_artifact(path).path / find_artifact(path).entry) for name, path in built.items()]
     score(found, options)
-    time_in_turns(found, options)
+    settings = Measure(prompt_tokens=128, generate_tokens=64, threads=options.threads, repeats=1)
+    for one in found:
+        one.peak_rss = bench(one.entry, settings).peak_rss_bytes.value
+    seconds = in_turns([one.entry for one in found], options.threads, options.rounds)
     print("$", *sys.argv)
     print(*(f"{name} {version(name)}" for name in ("edgepress", "onnxruntime", "torch")), sep=", ")
-    print(table(found))
+    print(table(found, seconds))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ FLOAT_BYTES = 4
 FROM_TOKENS: frozenset[Resource] = frozenset({"inputs", "activations"})
 """What is made of calibration tokens."""
 
+BFLOAT16 = ("avx512_bf16", "amx_bf16")
+"""What torch calls the instructions of x86 processors that multiply in bfloat16."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -118,7 +121,7 @@ class Prepared:
         decoder = Decoder(self.checkpoint, model.parameter, spool, precision, model.kv)
         plan = {layer: scheme for layer, scheme in self.pinned.items() if scheme is not None}
         seed = self.recipe.calibration.seed
-        together = [layers for step in self.recipe.export for layers in step.value.one_scheme(self.spec)]
+        together = _disjoint(layers for step in self.recipe.export for layers in step.value.one_scheme(self.spec))
         session = Session(
             decoder, tokens, store, self.shapes, self.pinned, plan, seed, progress, real, self.stored_bits, together
         )
@@ -146,7 +149,7 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
     session = prepared.session(Path(), torch.zeros(0, 1, dtype=torch.int64), no_progress)
     complaints = [*_missing_runtimes(recipe), *_too_long(recipe, spec), *_unfit_caches(recipe, spec)]
     unfit: list[str] = []
-    remarks = list(original.remarks)
+    remarks = [*original.remarks, *_slow_precision(recipe)]
     plans = [session.plan, *(plan for step in prepared.of_scope("model") for plan in step.value.candidates(session))]
     biased = {layer for layer in shapes if f"{layer}.bias" in checkpoint.files}
     for step in recipe.export:
@@ -168,6 +171,15 @@ def prepare(recipe: Recipe) -> tuple[Prepared, Session, list[str]]:
         fix = "choose another scheme or exporter, or leave such layers in floating point with ignore: [...]"
         raise InputError("\n".join(complaints + unfit), fix=fix if unfit else "")
     return prepared, session, remarks
+
+
+def _disjoint(groups: Iterable[Sequence[str]]) -> list[list[str]]:
+    """``groups`` of layers; those that share a layer become one: two formats may each want some of them together."""
+    found: dict[str, list[str]] = {}
+    for group in groups:
+        whole = list(dict.fromkeys(layer for member in group for layer in found.get(member, [member])))
+        found |= dict.fromkeys(whole, whole)
+    return list({id(whole): whole for whole in found.values()}.values())
 
 
 def rewrite(checkpoint: Checkpoint, steps: Sequence[Step]) -> tuple[Checkpoint, tuple[PassRecord, ...]]:
@@ -198,6 +210,15 @@ def _no_window(name: str, format_: str) -> Iterator[str]:
     """An artifact whose runtime keeps all of its cache."""
     if not issubclass(registry.load("runtimes", format_), Streaming):
         yield f"{name}: measure.window: this format's runtime has no window over its cache; leave it out"
+
+
+def _slow_precision(recipe: Recipe) -> Iterator[str]:
+    """Where bfloat16 would be emulated. Of processors that are not x86 torch does not say enough."""
+    found = torch.cpu.get_capabilities()
+    if recipe.calibration.precision != "bfloat16" or found["architecture"] != "x86_64":
+        return
+    if not any(found[name] for name in BFLOAT16):
+        yield "precision: this CPU has no bfloat16 instructions: float32 is faster here, by far"
 
 
 def _too_long(recipe: Recipe, spec: DecoderSpec) -> Iterator[str]:

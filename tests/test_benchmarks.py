@@ -49,13 +49,13 @@ def test_onnx_files_are_built_once_scored_and_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_llama(tmp_path / "model")
-    sizes = ["--samples", "4", "--windows", "3", "--length", "32", "--rounds", "2", "--only", "int4-g32"]
+    sizes = ["--samples", "4", "--windows", "3", "--length", "32", "--rounds", "2", "--only", "80MB"]
     monkeypatch.setattr("sys.argv", command_of("onnx_files.py", model, tmp_path, *sizes))
     onnx_files.main()
     row = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
-    folder = tmp_path / "out/ours-int4-g32/onnx"
+    folder = tmp_path / "out/ours-within-80MB/onnx"
     size = sum((folder / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
-    assert row[:2] == ["ours int4-g32", f"{size / 1e6:.1f}"]
+    assert row[:2] == ["ours within 80MB", f"{size / 1e6:.1f}"]
     assert 0 < float(row[2]) < 1
     assert all(float(speed) > 0 for speed in re.findall(r"[\d.]+", row[4]))
 
@@ -86,14 +86,14 @@ def test_costs_of_activations_add_up(
     (tmp_path / "text").write_text(sentences(1, 300), encoding="utf-8")
     command = ["activations.py", "--artifact", str(artifact.path), "--text", str(tmp_path / "text")]
     found = {}
-    for more in ([], ["--each", "qkv"]):
+    for more in ([], ["--each", "q_proj+k_proj+v_proj"]):
         monkeypatch.setattr("sys.argv", [*command, "--tokens", "128", "--threads", "1", *more])
         activations.main()
         rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
         found |= {name: (float(kld), share) for name, kld, share in rows[1:]}
     assert found["all"][1] == "100.0%"
     parts = [cost for name, (cost, _) in found.items() if "." not in name and name != "all"]
-    assert len(parts) == 6
+    assert len(parts) == 5
     assert sum(parts) == pytest.approx(found["all"][0], rel=0.3)
-    each = [cost for name, (cost, _) in found.items() if name.endswith(".qkv")]
-    assert sum(each) == pytest.approx(found["qkv"][0], rel=0.3)
+    each = [cost for name, (cost, _) in found.items() if name.endswith(".q_proj+k_proj+v_proj")]
+    assert sum(each) == pytest.approx(found["q_proj+k_proj+v_proj"][0], rel=0.3)

@@ -47,13 +47,15 @@ class OrtRuntime:
 
     The graph's past and present share a buffer, so that a token costs no copy of the cache.
 
-    ``spin``: whether idle worker threads spin. ``chunk``: tokens of one step of a prefill. ``exact``: run the file
+    ``spin``: whether idle worker threads spin; ``alone``: whether they go on between steps, as nothing else computes in
+    this process. ``chunk``: tokens of one step of a prefill. ``exact``: run the file
     with activations left in fp32 (MatMulNBits' accuracy_level 0, whatever it says): slow, and what is left of a
     difference from the quantised weights' own logits is then no rounding of activations. Needs the onnx package.
     """
 
-    def __init__(self, spin: bool = True, chunk: int = PREFILL_CHUNK, exact: bool = False) -> None:
+    def __init__(self, spin: bool = True, chunk: int = PREFILL_CHUNK, exact: bool = False, alone: bool = True) -> None:
         self._spin = spin and NO_SPIN_VARIABLE not in os.environ
+        self._alone = alone
         self._exact = exact
         self._chunk = chunk
         self._session: Any = None
@@ -92,7 +94,7 @@ class OrtRuntime:
 
         if threads < 1 or context < 1:
             raise InputError(f"threads={threads} and context={context} must both be at least 1", where=str(entry))
-        self._session = _open(entry, threads, self._spin, self._exact)
+        self._session = _open(entry, threads, self._spin, self._exact, self._alone)
         self._past = past = _past_inputs(entry, self._session)
         vocabulary = [item.shape[2] for item in self._session.get_outputs() if item.name == "logits"]
         if not past or not vocabulary:
@@ -245,8 +247,9 @@ def _past_inputs(entry: Path, session: Any) -> list[_Past]:
     return [_Past(item.name, item.type, item.shape[1], sizes[item.name]) for item in found]
 
 
-def _open(entry: Path, threads: int, spin: bool, exact: bool) -> Any:
+def _open(entry: Path, threads: int, spin: bool, exact: bool, alone: bool) -> Any:
     options = session_options(entry, threads, spin)
+    options.add_session_config_entry("session.force_spinning_stop", "0" if alone else "1")
     # What the runtime makes of DequantizeLinear and MatMul, where a file has no MatMulNBits with a level of its own.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0" if exact else "4")
     return open_session(entry, options, _exact_model(entry) if exact else None)

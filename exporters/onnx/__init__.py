@@ -22,9 +22,8 @@ from exporters.onnx.limits import (
     complaints,
     context_remarks,
     float_activation_remarks,
-    packed_layers,
-    packing_complaint,
-    packing_remarks,
+    joined_layers,
+    joining_remarks,
     plan_remarks,
     stored_bits,
     tokenizer_remarks,
@@ -51,16 +50,16 @@ class OnnxExporter:
     (2- and 8-bit weights are then some 30 times slower). Layers in nf4 become MatMulBnb4 nodes, whose activations are
     always fp32. ``float_activations`` are patterns of layers whose activations stay in fp32 whatever the level.
     ``float_type`` (f32, f16) is that of hidden states, cache, and layers in floating point. ``dialect``:
-    onnxruntime, or standard (no operators but ONNX's own; no level, 4 and 8 bits). ``packed_qkv``: passes that choose
-    schemes give the queries, keys and values of a block the same, so that one product serves them: faster, and a larger
-    loss at equal bytes. ValueError for anything else.
+    onnxruntime, or standard (no operators but ONNX's own; no level, 4 and 8 bits). ``join_projections``: passes that
+    choose schemes give layers that read the same input the same (queries, keys and values; gate and up), so that one
+    product serves them: faster, and a larger loss at equal bytes. ValueError for anything else.
     """
 
     accuracy_level: int = INT8_ACTIVATIONS
     float_type: str = "f32"
     dialect: str = DIALECTS[0]
     float_activations: tuple[str, ...] = ()
-    packed_qkv: bool = False
+    join_projections: bool = False
 
     format: ClassVar[str] = "onnx"
     holds_residual: ClassVar[bool] = True
@@ -81,8 +80,8 @@ class OnnxExporter:
             compile_pattern(pattern)
         if self.float_activations and self.dialect == STANDARD:
             raise ValueError(f"float_activations: {DIALECT_REMARKS[STANDARD][0]}")
-        if self.packed_qkv and self.dialect == STANDARD:
-            raise ValueError("packed_qkv: the standard dialect has a product for each layer")
+        if self.join_projections and self.dialect == STANDARD:
+            raise ValueError("join_projections: the standard dialect has a product for each layer")
 
     @property
     def has_levels(self) -> bool:
@@ -106,8 +105,6 @@ class OnnxExporter:
         found = complaints(spec, plan, shapes, self.accuracy_level, self.dialect)
         if kv is not None and self.dialect == STANDARD:
             found.append(f"the standard's operators have no cache in {kv}; use dialect: {DIALECTS[0]}, or leave kv out")
-        if self.packed_qkv and (reason := packing_complaint(spec)) is not None:
-            found.append(f"packed_qkv: {reason}; leave it out")
         matches = match_layers(self.float_activations, [*spec.all_linears(), spec.family.head])
         found += [f"float_activations: '{pattern}' names no layer" for pattern, layers in matches.items() if not layers]
         return found
@@ -117,12 +114,13 @@ class OnnxExporter:
         return tokenizer_remarks(folder, vocab_size)
 
     def remarks(self, spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> Sequence[str]:
-        """Which layers have no 8-bit activations, and a context shorter than the model's."""
+        """A context shorter than the model's, which layers have no 8-bit activations, and which stay apart."""
         told = [*context_remarks(spec), *plan_remarks(plan), *DIALECT_REMARKS[self.dialect]]
-        told += packing_remarks(spec, plan) if self.packed_qkv else []
+        excepted = self._excepted(spec)
+        told += joining_remarks(spec, plan, excepted) if self.join_projections else []
         # A tied head multiplies by the embedding's codes.
         tied = {spec.family.head: plan[spec.family.embedding]} if spec.tied and spec.family.embedding in plan else {}
-        return told + float_activation_remarks(self._excepted(spec), {**plan, **tied})
+        return told + float_activation_remarks(excepted, {**plan, **tied})
 
     def context_length(self, spec: DecoderSpec) -> int:
         """Up to the original positions of longrope, or to the model's last position."""
@@ -131,8 +129,8 @@ class OnnxExporter:
         return context_length(spec)
 
     def one_scheme(self, spec: DecoderSpec) -> Sequence[Sequence[str]]:
-        """Queries, keys and values of a block if ``packed_qkv``; every layer, and every expert, has its own tensors."""
-        return packed_layers(spec) if self.packed_qkv else []
+        """Layers that read the same input, if ``join_projections``; each layer and each expert has its own tensors."""
+        return joined_layers(spec) if self.join_projections else []
 
     def stored_bits(self, scheme: QuantScheme | None, shape: tuple[int, int]) -> int:
         """Bits of a linear layer in the file: padded codes, fp16 scales, packed zero points; or ``float_type``."""

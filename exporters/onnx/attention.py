@@ -10,9 +10,9 @@ from compress.kv import KVScales
 from compress.models.topology import DecoderSpec, rope_frequencies
 from compress.session import CompressedModel
 from exporters.onnx.layers import LayerWriter
-from exporters.onnx.limits import ROTATED_MULTIPLE, context_length, packing_complaint
+from exporters.onnx.limits import ROTATED_MULTIPLE, context_length
 from exporters.onnx.rows import pack_rows, unpack_rows
-from exporters.onnx.writer import INT8, MICROSOFT, UINT8, Dims, GraphWriter
+from exporters.onnx.writer import INT8, INT64, MICROSOFT, UINT8, Dims, GraphWriter
 
 PAST = "past_key_values.{index}.{part}"
 PRESENT = "present.{index}.{part}"
@@ -59,7 +59,7 @@ class AttentionWriter:
         widths = {role: heads * spec.head_dim for role, heads in widths.items()}
         tables = self._rotary_tables(index)
         inside = tables is not None and self._rotates_inside(tables)
-        packed = self._packed(index, hidden) if inside else None
+        packed = self._packed(index, hidden) if inside or tables is None else None
         if packed is not None:
             heads = {"q": packed, "k": "", "v": ""}
         else:
@@ -78,16 +78,14 @@ class AttentionWriter:
         return self._layers.linear(spec.linear(index, "o"), self._mix(index, heads, past, present, tables))
 
     def _packed(self, index: int, hidden: str) -> str | None:
-        """Queries, keys and values side by side, from one product; None where they have norms or are stored unlike."""
+        """Queries, keys and values side by side, from one product; None where heads have norms or are stored unlike."""
         spec = self._spec
-        if packing_complaint(spec) is not None:
+        if spec.family.head_norms:
             return None
         fused = self._layers.fused(index, "qkv")
         if fused is not None:
             return self._layers.linear(fused, hidden)
-        layers = [spec.linear(index, role) for role in "qkv"]
-        name = f"{spec.family.block.format(index=index)}.qkv"
-        return self._layers.joined(layers, name, hidden) if self._layers.joins(layers) else None
+        return self._layers.joined([spec.linear(index, role) for role in "qkv"], hidden)
 
     def prepare(self, input_ids: str, attention_mask: str) -> str:
         """What attention needs to know of the batch; tokens int64 [batch, sequence] for the embedding."""
@@ -182,8 +180,9 @@ class AttentionWriter:
         """int64 [batch, sequence]: tokens of the row before each new one. Made once, when first asked for."""
         if self._positions is None:
             writer = self._writer
-            before = writer.node("Sub", ["token_count", "new_token_count"], "tokens_before")
-            column = writer.node("Unsqueeze", [before, writer.constant([1])], "tokens_before_column")
+            before = writer.node("Sub", ["token_count", "query_seqlens"], "tokens_before")
+            wide = writer.node("Cast", [before], "tokens_before_long", to=INT64)
+            column = writer.node("Unsqueeze", [wide, writer.constant([1])], "tokens_before_column")
             scalar = writer.node("Squeeze", ["sequence_length"], "sequence_length_scalar")
             steps = writer.node("Range", [writer.constant(0), scalar, writer.constant(1)], "steps")
             self._positions = writer.node("Add", [column, steps], "position_ids")

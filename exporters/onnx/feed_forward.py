@@ -41,7 +41,7 @@ class FeedForwardWriter:
 
     def _layers_of(self, layers: Mapping[str, str], hidden: str) -> str:
         """Gate, up and down by their layers' names."""
-        gate, up = (self._layers.linear(layers[role], hidden) for role in ("gate", "up"))
+        gate, up = self._layers.each([layers["gate"], layers["up"]], hidden)
         return self._layers.linear(layers["down"], self._gated(gate, up))
 
     def _with_experts(self, index: int, experts: Experts, hidden: str) -> str:

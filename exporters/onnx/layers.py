@@ -79,12 +79,11 @@ class LayerWriter:
         """Role -> output of its layer in block ``index``, or its part of a fused one's; ``widths`` in their order."""
         fused = self.fused(index, list(widths))
         if fused is None:
-            return {role: self.linear(self._spec.linear(index, role), value) for role in widths}
-        joined = self.linear(fused, value)
-        names = [f"{joined}.{role}" for role in widths]
-        sizes = self._writer.constant(list(widths.values()))
-        self._writer.node("Split", [joined, sizes], f"{joined}.split", outputs=names, axis=-1)
-        return dict(zip(widths, names, strict=True))
+            outputs = self.each([self._spec.linear(index, role) for role in widths], value)
+        else:
+            joined = self.linear(fused, value)
+            outputs = self._split(joined, [f"{joined}.{role}" for role in widths], list(widths.values()))
+        return dict(zip(widths, outputs, strict=True))
 
     def fused(self, index: int, roles: Sequence[str]) -> str | None:
         """The layer of block ``index`` whose rows are those of ``roles``, in their order; None where they are apart."""
@@ -93,29 +92,34 @@ class LayerWriter:
                 return self._spec.linear(index, fused)
         return None
 
-    def joins(self, layers: Sequence[str]) -> bool:
-        """Whether one node can multiply by all of ``layers``: they are stored alike."""
-        schemes = {self._model.schemes.get(layer) for layer in layers}
-        levels = {self._levels.of(layer) for layer in layers}
-        if len(schemes) > 1 or len(levels) > 1 or any(self._model.residual(layer) is not None for layer in layers):
-            return False
-        scheme = schemes.pop()
-        return scheme is not None and scheme.codebook is None
+    def each(self, layers: Sequence[str], value: str) -> list[str]:
+        """The output of each of ``layers``, from one product where they are stored alike."""
+        joined = self.joined(layers, value)
+        if joined is None:
+            return [self.linear(layer, value) for layer in layers]
+        return self._split(joined, layers, [self._model.shapes[layer][0] for layer in layers])
 
-    def joined(self, layers: Sequence[str], name: str, value: str) -> str:
-        """Outputs of ``layers``, which :meth:`joins`, side by side: one product instead of one each.
+    def _split(self, joined: str, outputs: Sequence[str], widths: Sequence[int]) -> list[str]:
+        names = list(outputs)
+        self._writer.node("Split", [joined, self._writer.constant(list(widths))], f"{joined}.split", names, axis=-1)
+        return names
+
+    def joined(self, layers: Sequence[str], value: str) -> str | None:
+        """Outputs of ``layers`` side by side, from one product; None where they are not stored alike.
 
         Each keeps its tensors; the runtime puts them together once, when it loads the file.
         """
+        if not self._alike(layers):
+            return None
+        parent, _, first = layers[0].rpartition(".")
+        name = f"{parent}.{'+'.join([first, *(layer.rpartition('.')[2] for layer in layers[1:])])}"
         found = [self._store(layer) for layer in layers]
 
         def together(part: str, tensors: Sequence[str]) -> str:
             return self._writer.node("Concat", tensors, f"{name}.{part}", axis=0)
 
         zero_points = [one.zero_points for one in found if one.zero_points is not None]
-        biases = [self._bias(layer) for layer in layers]
-        given = [bias for bias in biases if bias is not None]
-        assert len(given) in (0, len(layers))
+        biases = [bias for layer in layers if (bias := self._bias(layer)) is not None]
         stored = replace(
             found[0],
             codes=together("codes", [one.codes for one in found]),
@@ -123,8 +127,20 @@ class LayerWriter:
             zero_points=together("zero_points", zero_points) if zero_points else None,
             rows=sum(one.rows for one in found),
         )
-        bias = together("bias", given) if given else None
+        bias = together("bias", biases) if biases else None
         return self._matmul_nbits(stored, name, value, name, bias, self._levels.of(layers[0]))
+
+    def _alike(self, layers: Sequence[str]) -> bool:
+        """Whether one node can multiply by all of ``layers``: one scheme, one level, biases for all or for none."""
+        model = self._model
+        schemes = {model.schemes.get(layer) for layer in layers}
+        levels = {self._levels.of(layer) for layer in layers}
+        biases = {model.has_dense(f"{layer}.bias") for layer in layers}
+        if any(len(kinds) > 1 for kinds in (schemes, levels, biases)):
+            return False
+        scheme = schemes.pop()
+        beside = any(model.residual(layer) is not None for layer in layers)
+        return scheme is not None and scheme.codebook is None and not beside
 
     def norm(self, norm: str, value: str, gain: float = 1.0) -> str:
         """RMS norm over the last axis, times ``gain``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -223,28 +223,23 @@ def context_length(spec: DecoderSpec) -> int:
     return min(spec.max_positions, *map(int, long)) if long else spec.max_positions
 
 
-def packing_complaint(spec: DecoderSpec) -> str | None:
-    """Why one product cannot serve a block's queries, keys and values, whatever their schemes; None where it can."""
-    if spec.family.head_norms:
-        return f"{spec.family.name} norms its heads, which takes queries and keys apart"
-    if spec.head_dim % ROTATED_MULTIPLE:
-        return f"GroupQueryAttention rotates no heads of {spec.head_dim}, which takes queries and keys apart"
-    return None
+def joined_layers(spec: DecoderSpec) -> list[tuple[str, ...]]:
+    """Layers that read the same input, so that one product may serve them: q, k and v; gate and up, of experts too."""
+    found = []
+    for index in range(spec.layers):
+        found += [tuple(layers) for layers in spec.shared_inputs(index)]
+        found += [(expert["gate"], expert["up"]) for expert in spec.expert_linears(index)]
+    return [layers for layers in found if len(layers) > 1]
 
 
-def packed_layers(spec: DecoderSpec) -> list[tuple[str, ...]]:
-    """Each block's layers of queries, keys and values; none where the checkpoint has them in one."""
-    names = spec.family.linears
-    return [tuple(spec.linear(i, role) for role in "qkv") for i in range(spec.layers) if names.keys() >= {*"qkv"}]
-
-
-def packing_remarks(spec: DecoderSpec, plan: Mapping[str, QuantScheme]) -> list[str]:
-    """The blocks whose layers of queries, keys and values have different schemes."""
-    apart = [layers for layers in packed_layers(spec) if len({plan.get(layer) for layer in layers}) > 1]
+def joining_remarks(spec: DecoderSpec, plan: Mapping[str, QuantScheme], excepted: Collection[str]) -> list[str]:
+    """The layers that read the same input and differ in their schemes, or in being ``excepted`` from the level."""
+    groups = joined_layers(spec)
+    apart = [layers for layers in groups if len({(plan.get(layer), layer in excepted) for layer in layers}) > 1]
     if not apart:
         return []
-    told = ", ".join(layers[0].rpartition(".")[0] for layers in apart)
-    return [f"packed_qkv: queries, keys and values have different schemes, and a product each, in {told}"]
+    told = ", ".join(" and ".join(layers) for layers in apart)
+    return [f"join_projections: layers of one input with a product each, as schemes or activations differ: {told}"]
 
 
 def context_remarks(spec: DecoderSpec) -> list[str]:

@@ -6,6 +6,8 @@ embedding, and moved back before the head: padding may lie anywhere, and no mask
 
 from __future__ import annotations
 
+import numpy as np
+
 from exporters.onnx.writer import INT32, GraphWriter
 
 TO_THE_END = 2**63 - 1
@@ -15,20 +17,19 @@ def pack_rows(writer: GraphWriter, input_ids: str, attention_mask: str) -> str:
     """int64 [batch, sequence]: the new tokens of each row in their order, then what is padding.
 
     ``attention_mask`` int64 [batch, past + sequence] has 1 for a token and 0 for padding. Makes values that attention
-    reads: ``seqlens_k`` int32 [batch], each row's tokens less one; ``query_seqlens`` int32 [batch], the new ones among
-    them; ``total_sequence_length`` int32, the mask's width; as int64 ``token_count``, ``new_token_count`` [batch] and
-    ``sequence_length`` [1].
+    reads, int32: ``seqlens_k`` [batch], each row's tokens less one; ``query_seqlens`` [batch], the new ones among them;
+    ``total_sequence_length`` [1], the mask's width; and ``sequence_length`` int64 [1].
     """
-    columns, one = writer.constant([1]), writer.constant(1)
+    columns = writer.constant([1])
     length = writer.node("Shape", [input_ids], "sequence_length", start=1, end=2)
+    mask = writer.node("Cast", [attention_mask], "mask", to=INT32)
     start = writer.node("Neg", [length], "first_new_column")
-    new = writer.node("Slice", [attention_mask, start, writer.constant([TO_THE_END]), columns], "new_mask")
-    for name, mask in (("token_count", attention_mask), ("new_token_count", new)):
-        writer.node("ReduceSum", [mask, columns], name, keepdims=0)
-    writer.node("Cast", [writer.node("Sub", ["token_count", one], "last_token")], "seqlens_k", to=INT32)
-    writer.node("Cast", ["new_token_count"], "query_seqlens", to=INT32)
-    width = writer.node("Shape", [attention_mask], "mask_shape", start=1, end=2)
-    writer.node("Cast", [writer.node("Squeeze", [width], "mask_width")], "total_sequence_length", to=INT32)
+    new = writer.node("Slice", [mask, start, writer.constant([TO_THE_END]), columns], "new_mask")
+    tokens = writer.node("ReduceSum", [mask, columns], "token_count", keepdims=0)
+    writer.node("Sub", [tokens, writer.tensor("one", np.array(1, dtype=np.int32))], "seqlens_k")
+    writer.node("ReduceSum", [new, columns], "query_seqlens", keepdims=0)
+    width = writer.node("Shape", [attention_mask], "mask_width", start=1, end=2)
+    writer.node("Cast", [width], "total_sequence_length", to=INT32)
     # Equal entries stay in their order: TopK takes the lower index first.
     writer.node("TopK", [new, length], "packed_mask", outputs=["packed_mask", "packed_columns"], axis=1)
     return writer.node("GatherElements", [input_ids, "packed_columns"], "packed_ids", axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compress.models.topology import DecoderSpec
@@ -29,6 +30,10 @@ class StandardLayers(LayerWriter):
     def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, levels: Levels) -> None:
         super().__init__(model, spec, writer, levels)
         self._embeddings_stored: dict[str, _Columns] = {}
+
+    def joined(self, layers: Sequence[str], value: str) -> str | None:
+        """None: each layer has a product of its own."""
+        return None
 
     def norm(self, norm: str, value: str, gain: float = 1.0) -> str:
         """RMS norm over the last axis, times ``gain``."""

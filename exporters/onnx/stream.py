@@ -33,10 +33,11 @@ class StreamWriter:
         for number, factor in enumerate(self._rotation.factors):
             order = len(factor)
             behind //= order
-            # Rows of the channels that this factor mixes; multiplied from the left, since what is behind are columns.
-            left = (factor if back else factor.T).float().numpy()
-            matrix = writer.floats(f"{name}.factor.{number}", np.ascontiguousarray(left))
-            shape = writer.constant([0, -1, order, behind])
+            # The channels that this factor mixes: the last axis, or rows before the columns behind them.
+            last = behind == 1
+            matrix = (factor if last == (not back) else factor.T).float().numpy()
+            stored = writer.floats(f"{name}.factor.{number}", np.ascontiguousarray(matrix))
+            shape = writer.constant([0, -1, order] if last else [0, -1, order, behind])
             apart = writer.node("Reshape", [value, shape], f"{name}.{number}.apart")
-            value = writer.node("MatMul", [matrix, apart], f"{name}.{number}")
+            value = writer.node("MatMul", [apart, stored] if last else [stored, apart], f"{name}.{number}")
         return writer.node("Reshape", [value, writer.constant([0, -1, self._rotation.width])], name)

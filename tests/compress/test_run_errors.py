@@ -16,6 +16,7 @@ import pytest
 from compress import engine, registry
 from compress.__main__ import main
 from compress.errors import InputError
+from compress.prepare import BFLOAT16
 from compress.recipe import loads
 from compress.report import Report
 from tests.compress.runs import Bench, sentences
@@ -355,3 +356,25 @@ def test_every_choice_of_a_planner_is_shown_to_the_exporters_before_any_work(tmp
     with pytest.raises(InputError) as caught:
         engine.plan(recipe)
     assert caught.value.what.count("int8-g48") == 14
+
+
+# --- bfloat16 asked of a processor that emulates it
+
+
+@pytest.mark.parametrize(
+    ("precision", "found", "told"),
+    [
+        ("bfloat16", {"architecture": "x86_64"}, True),
+        ("bfloat16", {"architecture": "x86_64", "amx_bf16": True}, False),
+        ("bfloat16", {"architecture": "aarch64"}, False),
+        ("float32", {"architecture": "x86_64"}, False),
+    ],
+)
+def test_a_precision_that_would_be_slow_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, precision: str, found: dict[str, Any], told: bool
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: dict.fromkeys(BFLOAT16, False) | found)
+    text = f"source: text, path: {bench.folder}/calibration.txt, samples: 2, sequence_length: 16"
+    calibration = f"{{{text}, precision: {precision}}}"
+    warnings = engine.plan(bench.recipe(calibration=calibration)).warnings
+    assert any("no bfloat16 instructions" in warning for warning in warnings) == told

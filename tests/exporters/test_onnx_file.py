@@ -6,7 +6,6 @@ import json
 import resource
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
-from compress.errors import CompressError, InputError
+from compress.errors import CompressError
 from compress.models.topology import describe
 from compress.packing import unpack_bits
 from compress.protocols import Artifact
@@ -27,7 +26,7 @@ from compress.tensor import QuantizedTensor
 from exporters.onnx import OnnxExporter
 from exporters.onnx.layout import to_blocks
 from tests.exporters.generation import by_genai, by_runtime
-from tests.support import TEMPLATE, fake_quantized, naive_round, rounded_model, tiny_llama
+from tests.support import TEMPLATE, naive_round, rounded_model, tiny_llama
 
 ODD = {"hidden_size": 96, "intermediate_size": 200}
 LLAMA = {"model_type": "llama", "num_hidden_layers": 1}
@@ -62,8 +61,9 @@ def places(graph: Any) -> list[tuple[int, int]]:
 def test_every_quantised_node_carries_the_accuracy_level(tmp_path: Path, level: int, tied: bool) -> None:
     model = rounded_model(tiny_llama(tmp_path / "m", tie_word_embeddings=tied), tmp_path / "w")
     nodes = [node for node in graph_of(export(model, tmp_path / "out", level)).node if node.op_type == "MatMulNBits"]
-    alike = {layer for layer in model.schemes if layer.endswith(("q_proj", "k_proj", "v_proj"))}
-    joined = {f"model.layers.{index}.qkv" for index in range(2)}
+    alike = {layer for layer in model.schemes if not layer.endswith(("o_proj", "down_proj", "embed_tokens", "lm_head"))}
+    names = ("self_attn.q_proj+k_proj+v_proj", "mlp.gate_proj+up_proj")
+    joined = {f"model.layers.{index}.{name}" for index in range(2) for name in names}
     assert {node.name for node in nodes} == {*model.schemes, *joined, "lm_head"} - alike - {"model.embed_tokens"}
     assert all(attributes(node)["accuracy_level"] == level for node in nodes)
 
@@ -239,96 +239,6 @@ def test_inspect_counts_every_stored_byte(tmp_path: Path) -> None:
         assert (row.type, row.bytes * 8) == ("float32" if scheme is None else str(scheme), stored), layer
     inline = sum(numpy_helper.to_array(t).nbytes for t in graph_of(artifact).initializer if not t.external_data)
     assert sum(row.bytes for row in rows) == inline + sum(length for _, length in places(graph_of(artifact)))
-
-
-@pytest.mark.parametrize("value", [1, 3, "4", True, None, 4.5])
-def test_accuracy_level_is_validated(value: Any) -> None:
-    with pytest.raises(ValueError, match="accuracy_level must be 0"):
-        OnnxExporter(value)
-
-
-def test_float_type_is_validated() -> None:
-    with pytest.raises(ValueError, match="float_type 'f61' is not known; did you mean 'f16'"):
-        OnnxExporter(float_type="f61")
-
-
-def check(plan: dict[str, str], level: int = 4, **overrides: Any) -> list[str]:
-    config = {"model_type": "llama", "vocab_size": 320, "num_hidden_layers": 1, "num_attention_heads": 4} | ODD
-    spec = describe(config | {"num_key_value_heads": 2} | overrides)
-    shapes = dict.fromkeys(plan, (96, 200))
-    return list(OnnxExporter(level).check(spec, {layer: QuantScheme.parse(s) for layer, s in plan.items()}, shapes))
-
-
-def test_check_names_each_layer_that_cannot_be_stored() -> None:
-    plan = {"a.q": "int4-g32", "a.down": "int4-g48", "a.up": "int3-g32", "a.k": "int4-g8", "a.o": "int8-channel"}
-    power = "MatMulNBits needs a group that is a power of two >= 16; use g32"
-    assert check(plan) == [
-        f"a.down (96 x 200): int4-g48: {power}",
-        "a.up (96 x 200): int3-g32: MatMulNBits stores 2, 4 or 8 bits, and 3 bits in cells of 4 would take as much "
-        "as 4; use int4-g32, or int2",
-        f"a.k (96 x 200): int4-g8: {power}",
-    ]
-
-
-def test_check_refuses_two_bits_where_activations_would_stay_in_fp32() -> None:
-    assert "no 2-bit kernel with 8-bit activations" in check({"a.q": "int2-g16"})[0]
-    assert check({"a.q": "int2-g16"}, level=0) == []
-
-
-@pytest.mark.parametrize(
-    ("override", "part"),
-    [
-        ({"head_dim": 20}, "head size 20"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 4, "head_dim": 16}, "6 heads share 4"),
-        ({"hidden_act": "tanh"}, "activation 'tanh'"),
-    ],
-)
-def test_check_refuses_models_that_the_operators_do_not_take(override: dict[str, Any], part: str) -> None:
-    [complaint] = check({"a.q": "int4-g32"}, **override)
-    assert part in complaint
-
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
-    "long_factor": [2.0 + 0.1 * pair for pair in range(8)],
-    "original_max_position_embeddings": 64,
-    "factor": 4.0,
-}
-
-
-def test_a_file_ends_where_longrope_would_turn_what_is_in_the_cache(tmp_path: Path) -> None:
-    model = rounded_model(tiny_llama(tmp_path / "m", rope_parameters=LONGROPE), tmp_path / "w")
-    spec = describe(model.config)
-    assert OnnxExporter().check(spec, {}, {}) == []
-    [remark] = OnnxExporter().remarks(spec, {})
-    assert "takes 64 tokens of the model's 256" in remark
-    artifact = export(model, tmp_path / "out", 0)
-    assert json.loads((artifact.path / "genai_config.json").read_text())["model"]["context_length"] == 64
-    runtime = OrtRuntime(spin=False)
-    with pytest.raises(InputError, match="a context of 65 tokens was asked for, and the model's positions end at 64"):
-        runtime.load(artifact.path / artifact.entry, 1, 65)
-    runtime.load(artifact.path / artifact.entry, 1, 64)
-    tokens = torch.randint(0, 281, (1, 64), generator=torch.Generator().manual_seed(0))
-    found = torch.from_numpy(runtime.prefill(tokens[0].numpy(), all_logits=True))
-    with torch.no_grad():
-        expected = fake_quantized(model)(tokens).logits[0]
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
-
-
-def test_a_rotary_type_without_tables_is_refused() -> None:
-    spec = describe({"model_type": "llama", "num_hidden_layers": 1})
-    other = replace(spec, attentions=(replace(spec.attentions[0], rope={"rope_type": "mrope"}),))
-    [complaint] = OnnxExporter().check(other, {}, {})
-    assert complaint.startswith("rotary type 'mrope' is not supported; known: default, linear")
-
-
-def test_tokenizer_remarks(tmp_path: Path) -> None:
-    folder = tiny_llama(tmp_path / "m")
-    assert OnnxExporter().check_tokenizer(folder, 320) == []
-    assert "beyond the 270 rows" in OnnxExporter().check_tokenizer(folder, 270)[0]
-    assert "no tokenizer.json" in OnnxExporter().check_tokenizer(tmp_path, 320)[0]
 
 
 def test_importing_the_exporter_imports_no_heavy_library() -> None:
