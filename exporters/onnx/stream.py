@@ -33,11 +33,13 @@ class StreamWriter:
         for number, factor in enumerate(self._rotation.factors):
             order = len(factor)
             behind //= order
-            # The channels that this factor mixes: the last axis, or rows before the columns behind them.
+            # What it mixes are columns, where nothing lies behind them, and rows in front of those.
             last = behind == 1
             matrix = (factor if last == (not back) else factor.T).float().numpy()
             stored = writer.floats(f"{name}.factor.{number}", np.ascontiguousarray(matrix))
-            shape = writer.constant([0, -1, order] if last else [0, -1, order, behind])
-            apart = writer.node("Reshape", [value, shape], f"{name}.{number}.apart")
-            value = writer.node("MatMul", [apart, stored] if last else [stored, apart], f"{name}.{number}")
+            if last:
+                value = writer.node("MatMul", [value, stored], f"{name}.{number}")
+            else:
+                rows = writer.node("Reshape", [value, writer.constant([0, -1, order, behind])], f"{name}.{number}.rows")
+                value = writer.node("MatMul", [stored, rows], f"{name}.{number}")
         return writer.node("Reshape", [value, writer.constant([0, -1, self._rotation.width])], name)
