@@ -43,20 +43,15 @@ model: {model}
 calibration:
   {{source: text, path: {calibration}, samples: {samples}, sequence_length: {length}, precision: {precision}}}
 passes: [{{rotate: {{keep_tied: true}}}}, {{{mixed}}}, guided, gptq]
-export: [{{onnx: {{join_projections: true}}}}]
+export: [{{onnx: {{join_projections: true, padding: false}}}}]
 measure: {{threads: {threads}, prompt_tokens: 16, generate_tokens: 8, repeats: 1}}
 evaluate: false
 """
-SYMMETRIC = "int4-g32, int4-g64, int8-g32, int8-g64"
-QUICK = f"{SYMMETRIC}, int4-g32-asym, int4-g64-asym"
-"""Not groups of 16: their 5 bits take as long as 8."""
 OURS: Mapping[str, str] = {
-    "within 74MB": f"mixed: {{target_size: 74MB, choices: [{SYMMETRIC}]}}",
-    "within 80MB": f"mixed: {{target_size: 80MB, choices: [{QUICK}]}}",
-    "within 107MB, symmetric": f"mixed: {{target_size: 107MB, choices: [{SYMMETRIC}]}}",
-    "within 107MB": f"mixed: {{target_size: 107MB, choices: [{QUICK}]}}",
+    "within 75MB": "mixed: {target_size: 75MB, choices: [int4-g32, int4-g64]}",
+    "within 109.5MB": "mixed: {target_size: 109.5MB, choices: [int4-g32, int4-g64, int8-g32, int8-g64]}",
 }
-"""Name -> how the scheme of each matrix, embedding included, is chosen."""
+"""Name -> how the scheme of each matrix, embedding included, is chosen: of schemes that every processor is quick at."""
 BUILDER: Mapping[str, Sequence[str]] = {
     "int4": (),
     "int4 k_quant": ("algo_config=k_quant",),

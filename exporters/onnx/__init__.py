@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from compress.scheme import QuantScheme
     from compress.session import CompressedModel
 
+NO_PADDING = (
+    "padding: false: padding in a batch is computed as if it were tokens, and behind its first step a batch takes one "
+    "token a step"
+)
 ENTRY = "model.onnx"
 """The file that a runtime opens; its weights lie beside it in ``model.onnx.data``."""
 
@@ -52,7 +56,8 @@ class OnnxExporter:
     ``float_type`` (f32, f16) is that of hidden states, cache, and layers in floating point. ``dialect``:
     onnxruntime, or standard (no operators but ONNX's own; no level, 4 and 8 bits). ``join_projections``: passes that
     choose schemes give layers that read the same input the same (queries, keys and values; gate and up), so that one
-    product serves them: faster, and a larger loss at equal bytes. ValueError for anything else.
+    product serves them: faster, and a larger loss at equal bytes. ``padding``: rows of a batch may be padded anywhere;
+    without it no row may be, and small models are a little faster. ValueError for anything else.
     """
 
     accuracy_level: int = INT8_ACTIVATIONS
@@ -60,6 +65,7 @@ class OnnxExporter:
     dialect: str = DIALECTS[0]
     float_activations: tuple[str, ...] = ()
     join_projections: bool = False
+    padding: bool = True
 
     format: ClassVar[str] = "onnx"
     holds_residual: ClassVar[bool] = True
@@ -82,6 +88,8 @@ class OnnxExporter:
             raise ValueError(f"float_activations: {DIALECT_REMARKS[STANDARD][0]}")
         if self.join_projections and self.dialect == STANDARD:
             raise ValueError("join_projections: the standard dialect has a product for each layer")
+        if not self.padding and self.dialect == STANDARD:
+            raise ValueError("padding: the standard dialect moves nothing, and takes padding at no cost")
 
     @property
     def has_levels(self) -> bool:
@@ -117,6 +125,7 @@ class OnnxExporter:
         """A context shorter than the model's, which layers have no 8-bit activations, and which stay apart."""
         told = [*context_remarks(spec), *plan_remarks(plan), *DIALECT_REMARKS[self.dialect]]
         excepted = self._excepted(spec)
+        told += [] if self.padding else [NO_PADDING]
         told += joining_remarks(spec, plan, excepted) if self.join_projections else []
         # A tied head multiplies by the embedding's codes.
         tied = {spec.family.head: plan[spec.family.embedding]} if spec.tied and spec.family.embedding in plan else {}
@@ -146,7 +155,7 @@ class OnnxExporter:
         spec = describe(model.config, model.folder)
         excepted = dict.fromkeys((*self._excepted(spec), *model.float_activations), FP32_ACTIVATIONS)
         levels = Levels(self.accuracy_level, excepted)
-        write_decoder(model, spec, out / ENTRY, levels, self.float_type, self.dialect)
+        write_decoder(model, spec, out / ENTRY, levels, self.float_type, self.dialect, self.padding)
         write_companions(model, spec, out, ENTRY, self.dialect)
         return Artifact(self.format, out, ENTRY)
 

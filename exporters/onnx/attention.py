@@ -11,8 +11,8 @@ from compress.models.topology import DecoderSpec, rope_frequencies
 from compress.session import CompressedModel
 from exporters.onnx.layers import LayerWriter
 from exporters.onnx.limits import ROTATED_MULTIPLE, context_length
-from exporters.onnx.rows import pack_rows, unpack_rows
-from exporters.onnx.writer import INT8, INT64, MICROSOFT, UINT8, Dims, GraphWriter
+from exporters.onnx.rows import count_tokens, pack_rows, unpack_rows
+from exporters.onnx.writer import INT8, INT32, INT64, MICROSOFT, UINT8, Dims, GraphWriter
 
 PAST = "past_key_values.{index}.{part}"
 PRESENT = "present.{index}.{part}"
@@ -42,13 +42,19 @@ def _quantised(kv: KVScales | None) -> dict[str, Any]:
 
 
 class AttentionWriter:
-    """Adds attention to a graph. Its rows have their new tokens first: see :mod:`exporters.onnx.rows`."""
+    """Adds attention to a graph. Its rows have their new tokens first: see :mod:`exporters.onnx.rows`.
 
-    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, layers: LayerWriter) -> None:
+    Without ``padding`` every column is a token, and none is moved.
+    """
+
+    def __init__(
+        self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, layers: LayerWriter, padding: bool = True
+    ) -> None:
         self._model = model
         self._spec = spec
         self._writer = writer
         self._layers = layers
+        self._padding = padding
         self._tables: dict[tuple[tuple[float, ...], float], RotaryTables] = {}
         self._positions: str | None = None
 
@@ -89,11 +95,15 @@ class AttentionWriter:
 
     def prepare(self, input_ids: str, attention_mask: str) -> str:
         """What attention needs to know of the batch; tokens int64 [batch, sequence] for the embedding."""
-        return pack_rows(self._writer, input_ids, attention_mask)
+        mask = count_tokens(self._writer, input_ids, attention_mask)
+        if self._padding:
+            return pack_rows(self._writer, input_ids, mask)
+        self._writer.node("Cast", ["sequence_length"], "query_seqlens", to=INT32)
+        return input_ids
 
     def finish(self, hidden: str) -> str:
         """Hidden states for the head, in the columns of the input."""
-        return unpack_rows(self._writer, hidden)
+        return unpack_rows(self._writer, hidden) if self._padding else hidden
 
     def _mix(
         self, index: int, heads: dict[str, str], past: list[str], present: list[str], tables: RotaryTables | None
@@ -106,9 +116,10 @@ class AttentionWriter:
         rotary = [tables.cos, tables.sin] if tables is not None and inside else ["", ""]
         # Not used: position_ids, attention_bias, head_sink; and, behind the scales, what only other devices read.
         scales = ["", ""] if kv is None else [self._scale(index, part, kv) for part in ("key", "value")]
+        new = "query_seqlens" if self._padding else ""
         return self._writer.node(
             "GroupQueryAttention",
-            [*(heads[role] for role in "qkv"), *past, *lengths, *rotary, "", "", "", *scales, "", "", "query_seqlens"],
+            [*(heads[role] for role in "qkv"), *past, *lengths, *rotary, "", "", "", *scales, "", "", new],
             attention,
             outputs=[attention, *present],
             domain=MICROSOFT,

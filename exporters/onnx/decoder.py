@@ -27,13 +27,13 @@ _DIALECTS = dict(zip(DIALECTS, ((LayerWriter, AttentionWriter), (StandardLayers,
 
 
 def write_decoder(
-    model: CompressedModel, spec: DecoderSpec, path: Path, levels: Levels, float_type: str, dialect: str
+    model: CompressedModel, spec: DecoderSpec, path: Path, levels: Levels, float_type: str, dialect: str, padding: bool
 ) -> None:
     """Write ``path`` and its data file, layer by layer. OSError passes through."""
     layers_type, attention_type = _DIALECTS[dialect]
     with GraphWriter(path, float_type, standard=dialect == STANDARD) as writer:
         layers = layers_type(model, spec, writer, levels)
-        _Decoder(spec, writer, layers, attention_type(model, spec, writer, layers)).build()
+        _Decoder(spec, writer, layers, attention_type(model, spec, writer, layers, padding)).build()
         properties = {CONTEXT_LENGTH: str(context_length(spec)), "base_model": model.name}
         writer.save(properties | ({CACHE: GROWING} if dialect == STANDARD else {}))
 

@@ -13,25 +13,33 @@ from exporters.onnx.writer import INT32, GraphWriter
 TO_THE_END = 2**63 - 1
 
 
-def pack_rows(writer: GraphWriter, input_ids: str, attention_mask: str) -> str:
-    """int64 [batch, sequence]: the new tokens of each row in their order, then what is padding.
+def count_tokens(writer: GraphWriter, input_ids: str, attention_mask: str) -> str:
+    """int32 [batch, past + sequence]: the mask, which has 1 for a token and 0 for padding.
 
-    ``attention_mask`` int64 [batch, past + sequence] has 1 for a token and 0 for padding. Makes values that attention
-    reads, int32: ``seqlens_k`` [batch], each row's tokens less one; ``query_seqlens`` [batch], the new ones among them;
+    Makes values that attention reads, int32: ``seqlens_k`` [batch], each row's tokens less one;
     ``total_sequence_length`` [1], the mask's width; and ``sequence_length`` int64 [1].
     """
-    columns = writer.constant([1])
-    length = writer.node("Shape", [input_ids], "sequence_length", start=1, end=2)
+    writer.node("Shape", [input_ids], "sequence_length", start=1, end=2)
     mask = writer.node("Cast", [attention_mask], "mask", to=INT32)
-    start = writer.node("Neg", [length], "first_new_column")
-    new = writer.node("Slice", [mask, start, writer.constant([TO_THE_END]), columns], "new_mask")
-    tokens = writer.node("ReduceSum", [mask, columns], "token_count", keepdims=0)
+    tokens = writer.node("ReduceSum", [mask, writer.constant([1])], "token_count", keepdims=0)
     writer.node("Sub", [tokens, writer.tensor("one", np.array(1, dtype=np.int32))], "seqlens_k")
-    writer.node("ReduceSum", [new, columns], "query_seqlens", keepdims=0)
     width = writer.node("Shape", [attention_mask], "mask_width", start=1, end=2)
     writer.node("Cast", [width], "total_sequence_length", to=INT32)
+    return mask
+
+
+def pack_rows(writer: GraphWriter, input_ids: str, mask: str) -> str:
+    """int64 [batch, sequence]: the new tokens of each row in their order, then what is padding.
+
+    ``mask`` as :func:`count_tokens` returns it. Makes ``query_seqlens`` int32 [batch]: the tokens that are new.
+    """
+    columns = writer.constant([1])
+    start = writer.node("Neg", ["sequence_length"], "first_new_column")
+    new = writer.node("Slice", [mask, start, writer.constant([TO_THE_END]), columns], "new_mask")
+    writer.node("ReduceSum", [new, columns], "query_seqlens", keepdims=0)
     # Equal entries stay in their order: TopK takes the lower index first.
-    writer.node("TopK", [new, length], "packed_mask", outputs=["packed_mask", "packed_columns"], axis=1)
+    outputs = ["packed_mask", "packed_columns"]
+    writer.node("TopK", [new, "sequence_length"], "packed_mask", outputs=outputs, axis=1)
     return writer.node("GatherElements", [input_ids, "packed_columns"], "packed_ids", axis=1)
 
 

@@ -104,8 +104,10 @@ class StandardLayers(LayerWriter):
 class StandardAttention(AttentionWriter):
     """Attention with masks made from the attention mask; the cache keeps padding, as transformers' does."""
 
-    def __init__(self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, layers: LayerWriter) -> None:
-        super().__init__(model, spec, writer, layers)
+    def __init__(
+        self, model: CompressedModel, spec: DecoderSpec, writer: GraphWriter, layers: LayerWriter, padding: bool = True
+    ) -> None:
+        super().__init__(model, spec, writer, layers, padding)
         self._masks: set[str] = set()
 
     def prepare(self, input_ids: str, attention_mask: str) -> str:

@@ -28,6 +28,7 @@ from exporters.onnx import OnnxExporter
 from tests.compress.families import ROUTED, VARIANTS, saved, tokens_of
 from tests.compress.runs import sentences
 from tests.exporters.generation import by_genai, by_runtime
+from tests.exporters.test_onnx_file import graph_of
 from tests.exporters.test_onnx_parity import session, step
 from tests.support import mean_kld, rounded_model, tiny_tokenizer
 
@@ -249,3 +250,21 @@ def test_genai_generates_what_the_runtime_generates(variant: str, float_type: st
     found = by_genai(artifact.path, prompt, count)
     expected = by_runtime(artifact.path / artifact.entry, prompt, count, ends={319})
     assert found == expected
+
+
+@every_variant
+def test_without_padding_nothing_is_moved(variant: str, tmp_path: Path) -> None:
+    model, tokens = model_of(variant, tmp_path), tokens_of(2, LENGTH)
+    (tmp_path / "out").mkdir()
+    artifact = OnnxExporter(0, padding=False).write(model, tmp_path / "out")
+    entry = artifact.path / artifact.entry
+    assert "GatherElements" not in {node.op_type for node in graph_of(artifact).node}
+    opened = onnxruntime.InferenceSession(entry, providers=["CPUExecutionProvider"])
+    expected = torch_logits(model, tokens)
+    for rows, ends in ((2, (LENGTH - 2, LENGTH - 1, LENGTH)), (1, (9, LENGTH - 1, LENGTH))):
+        past, found, start = None, [], 0
+        for end in ends:
+            logits, past = step(opened, tokens[:rows, start:end], torch.ones(rows, end, dtype=torch.int64), past)
+            found.append(logits)
+            start = end
+        torch.testing.assert_close(torch.cat(found, dim=1), expected[:rows], **CLOSE)

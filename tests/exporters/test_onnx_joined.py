@@ -130,6 +130,13 @@ def test_a_plan_that_keeps_them_apart_is_told() -> None:
     assert told.endswith("differ: model.layers.1.mlp.gate_proj and model.layers.1.mlp.up_proj")
 
 
-def test_the_standard_dialect_joins_nothing() -> None:
+def test_a_file_without_padding_is_told() -> None:
+    (told,) = OnnxExporter(padding=False).remarks(describe(LLAMA), {})
+    assert told.startswith("padding: false: ")
+
+
+def test_the_standard_dialect_moves_and_joins_nothing() -> None:
+    with pytest.raises(ValueError, match="padding: the standard dialect"):
+        OnnxExporter(padding=False, dialect="standard")
     with pytest.raises(ValueError, match="join_projections: the standard dialect"):
         OnnxExporter(join_projections=True, dialect="standard")
