@@ -6,6 +6,7 @@ A loader that dropped the mask is NVIDIA/Model-Optimizer #1261; a tokenizer with
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,15 @@ def test_one_window_at_a_time_gives_what_two_give(
     assert [layer.tokens for done in one.done for layer in done.layers] == [
         layer.tokens for done in two.done for layer in done.layers
     ]
-    for layer in one.model.schemes:
-        first, second = one.model.quantized(layer).dequantize(), two.model.quantized(layer).dequantize()
-        # Of two scales that are nearly as good, another order of the sums may choose the other.
-        assert float((first - second).norm()) <= 0.03 * float(first.norm())
+    # Of two scales that are nearly as good, another order of the sums may choose the other.
+    found = {layer: one.model.quantized(layer).dequantize() for layer in one.model.schemes}
+    apart = {layer: first - two.model.quantized(layer).dequantize() for layer, first in found.items()}
+    assert all(float(apart[layer].norm()) <= 0.05 * float(first.norm()) for layer, first in found.items())
+    assert together(apart) <= 0.015 * together(found)
+
+
+def together(tensors: Mapping[str, Tensor]) -> float:
+    return float(torch.cat([tensor.flatten() for tensor in tensors.values()]).norm())
 
 
 def fisher(folder: Path, workdir: Path, tokens: Tensor, real: Tensor | None, samples: int) -> dict[str, Tensor]:

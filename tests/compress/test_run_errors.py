@@ -287,7 +287,7 @@ def test_every_matmul_of_a_w4a8_file_has_level_4_and_rounds_its_activations(benc
     model = onnx.load(path)
     nodes = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
     levels = {node.name: {item.name: item.i for item in node.attribute}["accuracy_level"] for node in nodes}
-    assert len(levels) == 2 * 5 + 1
+    assert len(levels) == 2 * 4 + 1
     assert set(levels.values()) == {4}
     assert not [node.name for node in model.graph.node if node.op_type == "MatMul"]
     for node in nodes:
