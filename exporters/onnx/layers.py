@@ -111,8 +111,7 @@ class LayerWriter:
         """
         if not self._alike(layers):
             return None
-        parent, _, first = layers[0].rpartition(".")
-        name = f"{parent}.{'+'.join([first, *(layer.rpartition('.')[2] for layer in layers[1:])])}"
+        name = "+".join([layers[0], *(layer.rpartition(".")[2] for layer in layers[1:])])
         found = [self._store(layer) for layer in layers]
 
         def together(part: str, tensors: Sequence[str]) -> str:

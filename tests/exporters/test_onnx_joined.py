@@ -25,9 +25,8 @@ from tests.support import fake_quantized, rounded_model, tiny_llama, tiny_tokeni
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 2}
 
-
-JOINED = {"self_attn.q_proj+k_proj+v_proj": "qkv", "mlp.gate_proj+up_proj": ("gate", "up")}
-"""Node of a block -> the roles whose layers it multiplies by."""
+JOINED = ("self_attn.q_proj+k_proj+v_proj", "mlp.gate_proj+up_proj")
+"""Nodes of a block that multiply by several layers."""
 
 
 @pytest.mark.parametrize(

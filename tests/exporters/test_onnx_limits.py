@@ -18,8 +18,6 @@ from exporters.onnx import OnnxExporter
 from tests.exporters.test_onnx_file import ODD, export
 from tests.support import fake_quantized, rounded_model, tiny_llama
 
-LLAMA = {"model_type": "llama", "num_hidden_layers": 1}
-
 
 @pytest.mark.parametrize("value", [1, 3, "4", True, None, 4.5])
 def test_accuracy_level_is_validated(value: Any) -> None:
