@@ -99,7 +99,8 @@ def _fit(
     for scale, zero in _min_max(low, high, scheme, others=search):
         best.offer(Grid(storable(scale, scheme), zero))
     if search and scheme.codebook not in POWERS_OF_TWO:
-        best.offer(_search(groups, low, high, scheme, weight))
+        for grid in _search(groups, low, high, scheme, weight):
+            best.offer(grid)
         for _ in range(REFITS):
             best.offer(best.refitted())
             if not scheme.symmetric:
@@ -152,15 +153,16 @@ def _candidates(low: Tensor, high: Tensor, scheme: QuantScheme) -> Iterator[tupl
             yield _asymmetric(low * lower, high * upper, scheme)
 
 
-def _search(groups: Tensor, low: Tensor, high: Tensor, scheme: QuantScheme, weight: Tensor | None) -> Grid:
-    """The candidate whose codes, with the best scale for them, come closest.
+def _search(groups: Tensor, low: Tensor, high: Tensor, scheme: QuantScheme, weight: Tensor | None) -> list[Grid]:
+    """The two candidates whose codes, each with the best scale for them, come closest.
 
     For units ``u`` the best scale is ``<g, u> / <u, u>``, and it leaves ``<g, g> - <g, u>^2 / <u, u>`` of the squared
-    error: so each candidate is judged as if refitted, without computing the rounded weights.
+    error: so each candidate is judged as if refitted, without computing the rounded weights. That difference of two
+    large numbers has few digits, too few to tell the best from the next: so the caller compares these two once more.
     """
     weighted = groups if weight is None else groups * weight
-    best = torch.full_like(low, -torch.inf)
-    scale, zero = torch.ones_like(low), torch.full_like(low, constant_zero(scheme) if scheme.symmetric else 0.0)
+    nothing = torch.full_like(low, constant_zero(scheme) if scheme.symmetric else 0.0)
+    first = second = torch.stack((torch.full_like(low, -torch.inf), torch.ones_like(low), nothing))
     for tried, offset in _candidates(low, high, scheme):
         units = _nearest_units(groups, tried[..., None], offset[..., None], scheme)
         along = (weighted * units).sum(-1)
@@ -168,11 +170,13 @@ def _search(groups: Tensor, low: Tensor, high: Tensor, scheme: QuantScheme, weig
         length = units.sum(-1) if weight is None else (units * weight).sum(-1)
         fitted = torch.where(length > 0, along / length, tried)
         gain = along * fitted
-        better = (gain > best) & ((fitted > 0) | torch.tensor(scheme.symmetric))
-        best, scale, zero = (
-            torch.where(better, new, old) for new, old in ((gain, best), (fitted, scale), (offset, zero))
-        )
-    return Grid(storable(scale, scheme), zero)
+        if not scheme.symmetric:
+            gain = torch.where(fitted > 0, gain, -torch.inf)
+        found = torch.stack((gain, fitted, offset))
+        # The same codes again have the same scale, to the bit, but for its sign.
+        second = torch.where((gain > second[0]) & (fitted.abs() != first[1].abs()), found, second)
+        second, first = (torch.where(gain > first[0], new, old) for new, old in ((first, second), (found, first)))
+    return [Grid(storable(scale, scheme), zero) for _, scale, zero in (first, second)]
 
 
 def _nearest_units(groups: Tensor, scale: Tensor, zero: Tensor, scheme: QuantScheme) -> Tensor:
