@@ -91,7 +91,7 @@ def _embedding_gradient(decoder: Decoder, module: nn.Module, tokens: Tensor, gra
     """Take ``gradient`` by what enters the first block back to the embedding's rows."""
     for window in range(len(tokens)):
         here = slice(window, window + 1)
-        embedded = decoder.turned(module(tokens[here])) * decoder.spec.scaling.embedding
+        embedded = module(tokens[here]) * decoder.spec.scaling.embedding
         torch.autograd.backward(embedded, gradient[here])
 
 

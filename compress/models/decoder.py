@@ -150,28 +150,21 @@ class Decoder:
         self._blocks: list[nn.Module] = list(self._inner.layers)
         self._arguments: tuple[int, list[dict[str, Any]]] = (0, [])
         self._places = [self._places_in(index) for index in range(len(self._blocks))]
-        self._turn_stream()
+        self._turn_final_gains()
         tied_head = f"{self.spec.family.head}.weight" if self.spec.tied else None
         check_tensors(checkpoint, self._shapes(), tied_head, f"{self.spec.family.embedding}.weight")
 
-    def _turn_stream(self) -> None:
-        """Turn what leaves the embedding, and back what enters the final norm, where the spec says so."""
-        family, turn = self.spec.family, self.turned
-        if self.spec.stream_rotation is not None:
-            self._model.get_submodule(family.embedding).register_forward_hook(lambda _, given, out: turn(out))
-            norm = self._model.get_submodule(family.final_norm)
-            norm.register_forward_pre_hook(lambda _, given: turn(given[0], back=True))
-
-    def turned(self, hidden: Tensor, back: bool = False) -> Tensor:
-        """``hidden`` [..., hidden] times the rotation of the stream, or its inverse; as it is where there is none."""
-        if self._stream is None:
-            return hidden
-        return hidden @ (self._stream.T if back else self._stream)
+    def _turn_final_gains(self) -> None:
+        """Let the final norm's gains multiply the channels that they are meant for, where the stream is turned."""
+        if self.spec.stream_rotation is None:
+            return
+        norm = self._model.get_submodule(self.spec.family.final_norm)
+        norm.register_forward_pre_hook(lambda _, given: given[0] @ self._stream.T)
+        norm.register_forward_hook(lambda _, given, out: out @ self._stream)
 
     @cached_property
-    def _stream(self) -> Tensor | None:
-        if self.spec.stream_rotation is None:
-            return None
+    def _stream(self) -> Tensor:
+        assert self.spec.stream_rotation is not None
         rotation = make_rotation(self.spec.hidden_size, self.spec.stream_rotation)
         return rotation.right(torch.eye(rotation.width, dtype=torch.float64)).float()
 

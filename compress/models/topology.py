@@ -82,8 +82,8 @@ class DecoderSpec:
     """One for each block."""
     experts: Experts | None
     stream_rotation: int | None = None
-    """Seed of the rotation (:func:`compress.rotation.make_rotation`) that turns what the embedding gives, and back what
-    the final norm takes; the blocks' weights are turned with it. None: there is none."""
+    """Seed of the rotation (:func:`compress.rotation.make_rotation`) that every weight of the stream is turned by, and
+    the embedding, which is the head too; but not the final norm's gains. None: there is none."""
 
     def linear(self, index: int, role: str) -> str:
         """Layer name of a role in block ``index``: ``model.layers.0.self_attn.q_proj``."""

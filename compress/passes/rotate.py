@@ -32,9 +32,9 @@ class Rotate:
     """Turn the residual stream and the value heads, so that no channel sticks out; the model computes the same.
 
     ``residual`` turns the stream between the blocks: a head that is the embedding becomes a matrix of its own, since
-    the final norm's gains go into it alone. With ``keep_tied`` it does not: both stay as they are, and the graph itself
-    turns what the embedding gives and turns it back before the final norm. ``heads`` turns the value heads. ``seed``
-    draws the signs (and what no Hadamard matrix fits).
+    the final norm's gains go into it alone. With ``keep_tied`` it does not: the graph itself turns the stream back for
+    those gains, and forth again. ``heads`` turns the value heads. ``seed`` draws the signs (and what no Hadamard matrix
+    fits).
     """
 
     residual: bool = True
@@ -120,7 +120,7 @@ class _Rotated:
         self.in_graph, self.unties = apart and how.keep_tied, apart and not how.keep_tied
 
     def summary(self) -> dict[str, Any]:
-        """What was turned by which matrix, and whether the ends are turned by the graph."""
+        """What was turned by which matrix, and whether the graph turns the final norm's gains."""
         kinds = {"residual": self.stream, "heads": self.value}
         named: dict[str, Any] = {part: found.kind for part, found in kinds.items() if found is not None}
         return {**named, "unties_head": self.unties, "in_graph": self.in_graph}
@@ -130,7 +130,7 @@ class _Rotated:
         found: dict[str, Compute] = {}
         for index in range(self.spec.layers):
             found |= self._block(index)
-        if self.stream is not None and not self.in_graph:
+        if self.stream is not None:
             found |= self._ends(self.stream)
         return found
 

@@ -44,7 +44,7 @@ def _spec_complaints(spec: DecoderSpec, row: GgufFamily) -> Iterator[str]:
     for layer in gathered(name, spec.layers, layers).get(None, ()):
         yield f"{layer}: llama.cpp's {name} has no such layer"
     if spec.stream_rotation is not None:
-        yield "rotate: {keep_tied: true}: llama.cpp's graphs cannot turn what the embedding gives; leave keep_tied out"
+        yield "rotate: {keep_tied: true}: llama.cpp's graphs cannot turn back for the final norm; leave keep_tied out"
     if spec.tied and not row.tied:
         yield f"llama.cpp's {name} takes no embedding as its head, which this model has; the pass rotate unties it"
     if spec.experts is not None and spec.experts.normalised != row.normalised:

@@ -11,8 +11,8 @@ from compress.models.topology import DecoderSpec, rope_frequencies
 from compress.session import CompressedModel
 from exporters.onnx.layers import LayerWriter
 from exporters.onnx.limits import ROTATED_MULTIPLE, context_length
-from exporters.onnx.rows import count_tokens, pack_rows, unpack_rows
-from exporters.onnx.writer import INT8, INT32, INT64, MICROSOFT, UINT8, Dims, GraphWriter
+from exporters.onnx.rows import count_tokens, pack_rows, unpack_rows, whole_rows
+from exporters.onnx.writer import INT8, INT64, MICROSOFT, UINT8, Dims, GraphWriter
 
 PAST = "past_key_values.{index}.{part}"
 PRESENT = "present.{index}.{part}"
@@ -95,11 +95,8 @@ class AttentionWriter:
 
     def prepare(self, input_ids: str, attention_mask: str) -> str:
         """What attention needs to know of the batch; tokens int64 [batch, sequence] for the embedding."""
-        mask = count_tokens(self._writer, input_ids, attention_mask)
-        if self._padding:
-            return pack_rows(self._writer, input_ids, mask)
-        self._writer.node("Cast", ["sequence_length"], "query_seqlens", to=INT32)
-        return input_ids
+        mask = count_tokens(self._writer, attention_mask)
+        return pack_rows(self._writer, input_ids, mask) if self._padding else input_ids
 
     def finish(self, hidden: str) -> str:
         """Hidden states for the head, in the columns of the input."""
@@ -191,6 +188,8 @@ class AttentionWriter:
         """int64 [batch, sequence]: tokens of the row before each new one. Made once, when first asked for."""
         if self._positions is None:
             writer = self._writer
+            if not self._padding:
+                whole_rows(writer, "input_ids")
             before = writer.node("Sub", ["token_count", "query_seqlens"], "tokens_before")
             wide = writer.node("Cast", [before], "tokens_before_long", to=INT64)
             column = writer.node("Unsqueeze", [wide, writer.constant([1])], "tokens_before_column")

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from compress.models.topology import DecoderSpec
 from compress.rotation import make_rotation
 from compress.session import CompressedModel
@@ -16,7 +19,7 @@ from exporters.onnx.feed_forward import FeedForwardWriter
 from exporters.onnx.layers import LayerWriter, Levels
 from exporters.onnx.limits import DIALECTS, STANDARD, context_length
 from exporters.onnx.standard import StandardAttention, StandardLayers
-from exporters.onnx.stream import StreamWriter
+from exporters.onnx.stream import turned_gains
 from exporters.onnx.writer import FLOAT, INT64, GraphWriter
 
 CONTEXT_LENGTH = "context_length"
@@ -58,35 +61,35 @@ class _Decoder:
         mask = writer.input("attention_mask", INT64, ["batch_size", "total_sequence_length"])
         embedded = self._layers.embedding(spec.family.embedding, self._attention.prepare(input_ids, mask))
         residual, branch = self._scaled(embedded, scaling.embedding), None
-        stream = self._stream()
-        if stream is not None:
-            residual = stream.turn(residual)
         for index in range(spec.layers):
             for role, write in self._branches.items():
                 entering, residual = self._enter(self._norm(index, role), residual, branch)
                 branch = self._leave(self._norm(index, f"{role}_out"), write(index, entering))
-        if stream is not None:
-            _, residual = self._enter(None, residual, branch)
-            residual, branch = stream.turn_back(residual), None
-        # The head is linear: what scales its outputs may as well scale its inputs.
-        normed, _ = self._enter(spec.family.final_norm, residual, branch, scaling.logits)
-        self._head(self._attention.finish(normed))
+        self._head(self._attention.finish(self._final_norm(residual, branch)))
 
-    def _stream(self) -> StreamWriter | None:
-        seed = self._spec.stream_rotation
-        return None if seed is None else StreamWriter(make_rotation(self._spec.hidden_size, seed), self._writer)
+    def _final_norm(self, residual: str, branch: str | None) -> str:
+        """What enters the head, which is linear: what scales its outputs may as well scale its inputs."""
+        spec = self._spec
+        norm, seed = spec.family.final_norm, spec.stream_rotation
+        gains = self._layers.gains(norm) * np.float32(spec.scaling.logits)
+        if seed is None:
+            return self._enter(norm, residual, branch, gains)[0]
+        normed, _ = self._enter(norm, residual, branch, np.ones_like(gains))
+        return turned_gains(self._writer, make_rotation(spec.hidden_size, seed), normed, gains)
 
     def _norm(self, index: int, role: str) -> str | None:
         return self._spec.norm(index, role) if role in self._spec.family.norms else None
 
-    def _enter(self, norm: str | None, residual: str, branch: str | None, gain: float = 1.0) -> tuple[str, str]:
+    def _enter(
+        self, norm: str | None, residual: str, branch: str | None, gains: NDArray[np.float32] | None = None
+    ) -> tuple[str, str]:
         """(what enters a branch, the residual stream with the last branch added); before the first there is none."""
         if branch is None:
-            return (residual if norm is None else self._layers.norm(norm, residual, gain)), residual
+            return (residual if norm is None else self._layers.norm(norm, residual, gains)), residual
         if norm is None:
             total = self._writer.node("Add", [residual, branch], f"{branch}.added")
             return total, total
-        return self._layers.add_and_norm(norm, residual, branch, gain)
+        return self._layers.add_and_norm(norm, residual, branch, gains)
 
     def _leave(self, norm: str | None, branch: str) -> str:
         """What a branch adds to the residual stream."""

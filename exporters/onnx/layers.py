@@ -141,18 +141,20 @@ class LayerWriter:
         beside = any(model.residual(layer) is not None for layer in layers)
         return scheme is not None and scheme.codebook is None and not beside
 
-    def norm(self, norm: str, value: str, gain: float = 1.0) -> str:
-        """RMS norm over the last axis, times ``gain``."""
-        inputs = [value, self._norm_weight(norm, gain)]
+    def norm(self, norm: str, value: str, gains: NDArray[np.float32] | None = None) -> str:
+        """RMS norm over the last axis, times its gains, or ``gains`` [hidden]."""
+        inputs = [value, self._norm_weight(norm, gains)]
         epsilon = self._spec.norm_eps
         return self._writer.node("SimplifiedLayerNormalization", inputs, norm, epsilon=epsilon, axis=-1, stash_type=1)
 
-    def add_and_norm(self, norm: str, residual: str, branch: str, gain: float = 1.0) -> tuple[str, str]:
-        """(RMS norm of residual + branch, times ``gain``; that sum)."""
+    def add_and_norm(
+        self, norm: str, residual: str, branch: str, gains: NDArray[np.float32] | None = None
+    ) -> tuple[str, str]:
+        """(:meth:`norm` of residual + branch; that sum)."""
         total = f"{norm}.sum"
         normed = self._writer.node(
             "SkipSimplifiedLayerNormalization",
-            [branch, residual, self._norm_weight(norm, gain)],
+            [branch, residual, self._norm_weight(norm, gains)],
             norm,
             outputs=[norm, "", "", total],
             domain=MICROSOFT,
@@ -160,9 +162,14 @@ class LayerWriter:
         )
         return normed, total
 
-    def _norm_weight(self, norm: str, gain: float) -> str:
-        weight = self._model.dense(f"{norm}.weight").float() + self._spec.family.norm_offset
-        return self._writer.floats(f"{norm}.weight", (weight * gain).numpy())
+    def gains(self, norm: str) -> NDArray[np.float32]:
+        """What a norm multiplies by [hidden]."""
+        stored = self._model.dense(f"{norm}.weight").float()
+        gains: NDArray[np.float32] = (stored + self._spec.family.norm_offset).numpy()
+        return gains
+
+    def _norm_weight(self, norm: str, gains: NDArray[np.float32] | None) -> str:
+        return self._writer.floats(f"{norm}.weight", self.gains(norm) if gains is None else gains)
 
     def embedding(self, layer: str, input_ids: str) -> str:
         """Rows of the embedding [batch, sequence, hidden]."""

@@ -13,13 +13,12 @@ from exporters.onnx.writer import INT32, GraphWriter
 TO_THE_END = 2**63 - 1
 
 
-def count_tokens(writer: GraphWriter, input_ids: str, attention_mask: str) -> str:
+def count_tokens(writer: GraphWriter, attention_mask: str) -> str:
     """int32 [batch, past + sequence]: the mask, which has 1 for a token and 0 for padding.
 
-    Makes values that attention reads, int32: ``seqlens_k`` [batch], each row's tokens less one;
-    ``total_sequence_length`` [1], the mask's width; and ``sequence_length`` int64 [1].
+    Makes values that attention reads, int32: ``seqlens_k`` [batch], each row's tokens less one; and
+    ``total_sequence_length`` [1], the mask's width.
     """
-    writer.node("Shape", [input_ids], "sequence_length", start=1, end=2)
     mask = writer.node("Cast", [attention_mask], "mask", to=INT32)
     tokens = writer.node("ReduceSum", [mask, writer.constant([1])], "token_count", keepdims=0)
     writer.node("Sub", [tokens, writer.tensor("one", np.array(1, dtype=np.int32))], "seqlens_k")
@@ -31,8 +30,10 @@ def count_tokens(writer: GraphWriter, input_ids: str, attention_mask: str) -> st
 def pack_rows(writer: GraphWriter, input_ids: str, mask: str) -> str:
     """int64 [batch, sequence]: the new tokens of each row in their order, then what is padding.
 
-    ``mask`` as :func:`count_tokens` returns it. Makes ``query_seqlens`` int32 [batch]: the tokens that are new.
+    ``mask`` as :func:`count_tokens` returns it. Makes ``sequence_length`` int64 [1], the columns, and ``query_seqlens``
+    int32 [batch], the tokens that are new.
     """
+    writer.node("Shape", [input_ids], "sequence_length", start=1, end=2)
     columns = writer.constant([1])
     start = writer.node("Neg", ["sequence_length"], "first_new_column")
     new = writer.node("Slice", [mask, start, writer.constant([TO_THE_END]), columns], "new_mask")
@@ -41,6 +42,12 @@ def pack_rows(writer: GraphWriter, input_ids: str, mask: str) -> str:
     outputs = ["packed_mask", "packed_columns"]
     writer.node("TopK", [new, "sequence_length"], "packed_mask", outputs=outputs, axis=1)
     return writer.node("GatherElements", [input_ids, "packed_columns"], "packed_ids", axis=1)
+
+
+def whole_rows(writer: GraphWriter, input_ids: str) -> None:
+    """Make what :func:`pack_rows` makes, where every column is a token."""
+    length = writer.node("Shape", [input_ids], "sequence_length", start=1, end=2)
+    writer.node("Cast", [length], "query_seqlens", to=INT32)
 
 
 def unpack_rows(writer: GraphWriter, hidden: str) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from compress.models.topology import DecoderSpec
 from compress.session import CompressedModel
 from exporters.onnx.attention import AttentionWriter, RotaryTables
@@ -35,15 +38,17 @@ class StandardLayers(LayerWriter):
         """None: each layer has a product of its own."""
         return None
 
-    def norm(self, norm: str, value: str, gain: float = 1.0) -> str:
-        """RMS norm over the last axis, times ``gain``."""
-        inputs = [value, self._norm_weight(norm, gain)]
+    def norm(self, norm: str, value: str, gains: NDArray[np.float32] | None = None) -> str:
+        """RMS norm over the last axis, times its gains, or ``gains`` [hidden]."""
+        inputs = [value, self._norm_weight(norm, gains)]
         return self._writer.node("RMSNormalization", inputs, norm, epsilon=self._spec.norm_eps, axis=-1)
 
-    def add_and_norm(self, norm: str, residual: str, branch: str, gain: float = 1.0) -> tuple[str, str]:
-        """(RMS norm of residual + branch, times ``gain``; that sum)."""
+    def add_and_norm(
+        self, norm: str, residual: str, branch: str, gains: NDArray[np.float32] | None = None
+    ) -> tuple[str, str]:
+        """(:meth:`norm` of residual + branch; that sum)."""
         total = self._writer.node("Add", [residual, branch], f"{norm}.sum")
-        return self.norm(norm, total, gain), total
+        return self.norm(norm, total, gains), total
 
     def embedding(self, layer: str, input_ids: str) -> str:
         """Rows of the embedding [batch, sequence, hidden]; codes lie as a head's would, and serve a tied one."""

@@ -1,45 +1,45 @@
-"""The stream of hidden states turned by the graph itself, for a rotated model whose head is its embedding."""
+"""The final norm's gains, in the graph of a rotated model whose head is its embedding."""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from compress.rotation import Rotation
 from exporters.onnx.writer import GraphWriter
 
 
-class StreamWriter:
-    """Multiplies hidden states [batch, sequence, hidden] by R = diag(signs) (F1 x F2 x ...), or by its inverse.
+def turned_gains(writer: GraphWriter, rotation: Rotation, hidden: str, gains: NDArray[np.float32]) -> str:
+    """``hidden R^T diag(gains) R`` for ``hidden`` [batch, sequence, width] and R = diag(signs) (F1 x F2 x ...).
 
-    Never by R itself: the factors are small, and reshaping sorts the channels for each of them.
+    The signs cancel. The factors are small, and reshaping sorts the channels for each: R itself is never formed.
     """
+    width, orders = rotation.width, [len(factor) for factor in rotation.factors]
+    # Two factors leave the channels as the next two want them.
+    inner = orders if len(orders) == 2 else [width]
+    value, shape = _factors(writer, rotation, hidden, "gains.back", [width])
+    if shape != inner:
+        value = writer.node("Reshape", [value, writer.constant([0, -1, *inner])], "gains.back")
+    stored = writer.floats("gains.vector", gains.reshape(inner))
+    value = writer.node("Mul", [value, stored], "gains.multiplied")
+    value, shape = _factors(writer, rotation, value, "gains.turned", inner)
+    if shape == [width]:
+        return value
+    return writer.node("Reshape", [value, writer.constant([0, -1, width])], "gains.turned")
 
-    def __init__(self, rotation: Rotation, writer: GraphWriter) -> None:
-        self._rotation = rotation
-        self._writer = writer
-        self._signs = writer.floats("stream.signs", rotation.signs.float().numpy())
 
-    def turn(self, hidden: str) -> str:
-        """``hidden R``."""
-        return self._factors(self._writer.node("Mul", [hidden, self._signs], "stream.signed"), "stream.turned", False)
-
-    def turn_back(self, hidden: str) -> str:
-        """``hidden R^T``."""
-        turned = self._factors(hidden, "stream.back", True)
-        return self._writer.node("Mul", [turned, self._signs], "stream.unsigned")
-
-    def _factors(self, value: str, name: str, back: bool) -> str:
-        writer, behind = self._writer, self._rotation.width
-        for number, factor in enumerate(self._rotation.factors):
-            order = len(factor)
-            behind //= order
-            # What it mixes are columns, where nothing lies behind them, and rows in front of those.
-            last = behind == 1
-            matrix = (factor if last == (not back) else factor.T).float().numpy()
-            stored = writer.floats(f"{name}.factor.{number}", np.ascontiguousarray(matrix))
-            if last:
-                value = writer.node("MatMul", [value, stored], f"{name}.{number}")
-            else:
-                rows = writer.node("Reshape", [value, writer.constant([0, -1, order, behind])], f"{name}.{number}.rows")
-                value = writer.node("MatMul", [stored, rows], f"{name}.{number}")
-        return writer.node("Reshape", [value, writer.constant([0, -1, self._rotation.width])], name)
+def _factors(writer: GraphWriter, rotation: Rotation, value: str, name: str, shape: list[int]) -> tuple[str, list[int]]:
+    """``value`` times every factor, or its transpose where the name says so; and the shape of its last axes."""
+    back, behind = name.endswith("back"), rotation.width
+    for number, factor in enumerate(rotation.factors):
+        order = len(factor)
+        behind //= order
+        # What it mixes are columns, where nothing lies behind them, and rows in front of those.
+        last = behind == 1
+        matrix = (factor if last == (not back) else factor.T).float().numpy()
+        stored = writer.floats(f"{name}.factor.{number}", np.ascontiguousarray(matrix))
+        if not last and shape != [order, behind]:
+            shape = [order, behind]
+            value = writer.node("Reshape", [value, writer.constant([0, -1, *shape])], f"{name}.{number}.rows")
+        value = writer.node("MatMul", [value, stored] if last else [stored, value], f"{name}.{number}")
+    return value, shape

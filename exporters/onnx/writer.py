@@ -1,4 +1,4 @@
-"""Nodes and tensors of a graph under construction; large tensors go to the data file at once, never kept in memory."""
+"""Nodes and tensors of a graph under construction; matrices go to the data file at once, never kept in memory."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ class GraphWriter:
         self._inputs: list[Any] = []
         self._outputs: list[Any] = []
         self._constants: set[str] = set()
+        self._vectors: list[tuple[Any, NDArray[Any]]] = []
+        """Of norms and biases: read at every token, so they lie together, on few pages."""
 
     def __enter__(self) -> GraphWriter:
         return self
@@ -79,7 +81,7 @@ class GraphWriter:
         return outputs[0]
 
     def tensor(self, name: str, array: NDArray[Any]) -> str:
-        """An initializer: written to the data file now, or inline when small. OSError passes through."""
+        """An initializer: in the data file, a vector only when all is saved, or inline when small. OSError passes."""
         return self._store(name, array, array.shape, helper.np_dtype_to_tensor_dtype(array.dtype))
 
     def packed(self, name: str, stored: NDArray[np.uint8], shape: tuple[int, ...], kind: str) -> str:
@@ -91,20 +93,21 @@ class GraphWriter:
             proto = TensorProto(name=name, dims=shape, data_type=kind, raw_data=array.tobytes())
             self._initializers.append(proto)
             return name
+        proto = TensorProto(name=name, dims=shape, data_type=kind, data_location=TensorProto.EXTERNAL)
+        self._initializers.append(proto)
+        if len(shape) == 1:
+            self._vectors.append((proto, array))
+        else:
+            self._append(proto, array)
+        return name
+
+    def _append(self, proto: Any, array: NDArray[Any]) -> None:
         alignment = _PAGE if array.nbytes >= _PAGE_ALIGNED_FROM else _ALIGNMENT
         self._data.write(bytes(-self._data.tell() % alignment))
-        proto = TensorProto(
-            name=name,
-            dims=shape,
-            data_type=kind,
-            data_location=TensorProto.EXTERNAL,
-        )
         place = {"location": f"{self._model.name}.data", "offset": self._data.tell(), "length": array.nbytes}
         for key, value in place.items():
             proto.external_data.add(key=key, value=str(value))
         self._data.write(np.ascontiguousarray(array).data)
-        self._initializers.append(proto)
-        return name
 
     def floats(self, name: str, array: NDArray[np.float32]) -> str:
         """An initializer in the graph's type; CompressError where a number is too large for it."""
@@ -126,7 +129,9 @@ class GraphWriter:
         return name
 
     def save(self, metadata: dict[str, str]) -> None:
-        """Write the model file, with ``metadata`` as its properties. OSError passes through."""
+        """Write the vectors and the model file, with ``metadata`` as its properties. OSError passes through."""
+        for proto, array in self._vectors:
+            self._append(proto, array)
         graph = helper.make_graph(self._nodes, "decoder", self._inputs, self._outputs, self._initializers)
         model = helper.make_model(
             graph,

@@ -28,7 +28,7 @@ from exporters.onnx import OnnxExporter
 from tests.compress.families import ROUTED, VARIANTS, saved, tokens_of
 from tests.compress.runs import sentences
 from tests.exporters.generation import by_genai, by_runtime
-from tests.exporters.test_onnx_file import graph_of
+from tests.exporters.test_onnx_file import graph_of, idle_nodes
 from tests.exporters.test_onnx_parity import session, step
 from tests.support import mean_kld, rounded_model, tiny_tokenizer
 
@@ -245,6 +245,7 @@ def test_a_run_proves_the_artifact(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("variant", "float_type"), [*((name, "f32") for name in VARIANTS), ("qwen3_moe", "f16")])
 def test_genai_generates_what_the_runtime_generates(variant: str, float_type: str, tmp_path: Path) -> None:
     artifact = export(model_of(variant, tmp_path, eos_token_id=319), tmp_path / "out", 0, float_type)
+    assert not idle_nodes(artifact)
     tiny_tokenizer(artifact.path)
     prompt, count = tokens_of(1, LENGTH)[0].tolist(), 12
     found = by_genai(artifact.path, prompt, count)
@@ -259,6 +260,7 @@ def test_without_padding_nothing_is_moved(variant: str, tmp_path: Path) -> None:
     artifact = OnnxExporter(0, padding=False).write(model, tmp_path / "out")
     entry = artifact.path / artifact.entry
     assert "GatherElements" not in {node.op_type for node in graph_of(artifact).node}
+    assert not idle_nodes(artifact)
     opened = onnxruntime.InferenceSession(entry, providers=["CPUExecutionProvider"])
     expected = torch_logits(model, tokens)
     for rows, ends in ((2, (LENGTH - 2, LENGTH - 1, LENGTH)), (1, (9, LENGTH - 1, LENGTH))):

@@ -41,6 +41,13 @@ def graph_of(artifact: Artifact) -> Any:
     return onnx.load(artifact.path / artifact.entry, load_external_data=False).graph
 
 
+def idle_nodes(artifact: Artifact) -> set[str]:
+    """Nodes that run for nothing: no node reads their outputs, nor does the caller."""
+    graph = graph_of(artifact)
+    read = {name for node in graph.node for name in node.input} | {output.name for output in graph.output}
+    return {node.name for node in graph.node if read.isdisjoint(node.output)}
+
+
 def attributes(node: Any) -> dict[str, Any]:
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
