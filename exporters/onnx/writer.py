@@ -81,21 +81,21 @@ class GraphWriter:
         return outputs[0]
 
     def tensor(self, name: str, array: NDArray[Any]) -> str:
-        """An initializer: in the data file, a vector only when all is saved, or inline when small. OSError passes."""
+        """An initializer: written to the data file now, or inline when small. OSError passes through."""
         return self._store(name, array, array.shape, helper.np_dtype_to_tensor_dtype(array.dtype))
 
     def packed(self, name: str, stored: NDArray[np.uint8], shape: tuple[int, ...], kind: str) -> str:
         """An initializer [shape] of int4, uint4, int8 or uint8 numbers from their bytes. OSError passes through."""
         return self._store(name, stored, shape, TensorProto.DataType.Value(kind.upper()))
 
-    def _store(self, name: str, array: NDArray[Any], shape: tuple[int, ...], kind: int) -> str:
+    def _store(self, name: str, array: NDArray[Any], shape: tuple[int, ...], kind: int, late: bool = False) -> str:
         if array.nbytes <= _INLINE_BYTES:
             proto = TensorProto(name=name, dims=shape, data_type=kind, raw_data=array.tobytes())
             self._initializers.append(proto)
             return name
         proto = TensorProto(name=name, dims=shape, data_type=kind, data_location=TensorProto.EXTERNAL)
         self._initializers.append(proto)
-        if len(shape) == 1:
+        if late:
             self._vectors.append((proto, array))
         else:
             self._append(proto, array)
@@ -110,13 +110,13 @@ class GraphWriter:
         self._data.write(np.ascontiguousarray(array).data)
 
     def floats(self, name: str, array: NDArray[np.float32]) -> str:
-        """An initializer in the graph's type; CompressError where a number is too large for it."""
+        """An initializer in the graph's type, a vector's data at the end; CompressError where a number is too large."""
         with np.errstate(over="ignore"):
             stored = array.astype(self._dtype)
         lost = int((~np.isfinite(stored)).sum())
         if lost:
             raise CompressError(f"{lost} of {array.size} numbers are too large for {self._dtype}", where=name)
-        return self.tensor(name, stored)
+        return self._store(name, stored, stored.shape, self.float_type, late=stored.ndim == 1)
 
     def constant(self, values: Sequence[int] | int | float) -> str:
         """A small constant, int64 or (a float) in the graph's type; the same one for the same values."""

@@ -25,6 +25,7 @@ from compress.session import CompressedModel
 from compress.tensor import QuantizedTensor
 from exporters.onnx import OnnxExporter
 from exporters.onnx.layout import to_blocks
+from exporters.onnx.writer import GraphWriter
 from tests.exporters.generation import by_genai, by_runtime
 from tests.support import TEMPLATE, naive_round, rounded_model, tiny_llama
 
@@ -61,6 +62,28 @@ def places(graph: Any) -> list[tuple[int, int]]:
             assert where["location"] == "model.onnx.data"
             found.append((int(where["offset"]), int(where["length"])))
     return sorted(found)
+
+
+def test_vectors_lie_together_behind_the_matrices(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    shapes = {"norm": (600,), "weight": (600, 8)}
+    arrays = {
+        f"{kind}.{index}": generator.random(shape, dtype=np.float32)
+        for index in range(3)
+        for kind, shape in shapes.items()
+    }
+    codes = np.arange(5000, dtype=np.uint8)
+    with GraphWriter(tmp_path / "model.onnx", "f32") as writer:
+        for name, array in arrays.items():
+            writer.floats(name, array)
+        writer.tensor("codes", codes)
+        assert (tmp_path / "model.onnx.data").stat().st_size >= 3 * 600 * 8 * 4
+        writer.save({})
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    assert all(np.array_equal(stored[name], array) for name, array in {**arrays, "codes": codes}.items())
+    lengths = [length for _, length in places(onnx.load(tmp_path / "model.onnx", load_external_data=False).graph)]
+    assert lengths == [600 * 8 * 4] * 3 + [5000] + [600 * 4] * 3
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
