@@ -17,20 +17,22 @@ def turned_gains(writer: GraphWriter, rotation: Rotation, hidden: str, gains: ND
     width, orders = rotation.width, [len(factor) for factor in rotation.factors]
     # Two factors leave the channels as the next two want them.
     inner = orders if len(orders) == 2 else [width]
-    value, shape = _factors(writer, rotation, hidden, "gains.back", [width])
+    value, shape = _factors(writer, rotation, hidden, "gains.back", [width], back=True)
     if shape != inner:
         value = writer.node("Reshape", [value, writer.constant([0, -1, *inner])], "gains.back")
     stored = writer.floats("gains.vector", gains.reshape(inner))
     value = writer.node("Mul", [value, stored], "gains.multiplied")
-    value, shape = _factors(writer, rotation, value, "gains.turned", inner)
+    value, shape = _factors(writer, rotation, value, "gains.turned", inner, back=False)
     if shape == [width]:
         return value
     return writer.node("Reshape", [value, writer.constant([0, -1, width])], "gains.turned")
 
 
-def _factors(writer: GraphWriter, rotation: Rotation, value: str, name: str, shape: list[int]) -> tuple[str, list[int]]:
-    """``value`` times every factor, or its transpose where the name says so; and the shape of its last axes."""
-    back, behind = name.endswith("back"), rotation.width
+def _factors(
+    writer: GraphWriter, rotation: Rotation, value: str, name: str, shape: list[int], back: bool
+) -> tuple[str, list[int]]:
+    """``value``, whose last axes have ``shape``, times every factor or (``back``) its transpose; their shape then."""
+    behind = rotation.width
     for number, factor in enumerate(rotation.factors):
         order = len(factor)
         behind //= order
